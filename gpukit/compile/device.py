@@ -1,0 +1,236 @@
+"""What device code in Numba is written with: `cuda`, the kernel decorator, atomics on pointers, and block-wide prefix sums.
+
+The only importer of numba.cuda. `cuda.atomic` refuses raw pointers, so the atomics are intrinsics over the same LLVM instructions; they also
+take arrays, so that every kernel works as an ordinary dispatcher. In the simulator they are Python functions under one lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numba
+from numba import cuda
+from numba.cuda import config as _config
+
+__all__ = [
+    "BLOCK",
+    "EXHAUSTED",
+    "KernelSource",
+    "MISMATCH",
+    "OCCUPIED",
+    "OUT_OF_RANGE",
+    "REBOUND",
+    "UNBOUND",
+    "atomic_add",
+    "atomic_compare_exchange",
+    "atomic_exchange",
+    "count",
+    "cuda",
+    "device_function",
+    "exclusive_scan",
+    "inclusive_max",
+    "int64",
+    "is_null",
+    "kernel",
+    "uint32",
+]
+
+int64 = numba.int64
+uint32 = numba.uint32
+
+# Slots of a Signal's counters, in the order of errors.SIGNAL_KINDS.
+OUT_OF_RANGE, UNBOUND, REBOUND, OCCUPIED, MISMATCH, EXHAUSTED = range(6)
+
+# Threads of a block that uses `exclusive_scan`.
+BLOCK = 256
+
+SIMULATED = bool(_config.ENABLE_CUDASIM)
+
+device_functions: list[Any] = []
+
+
+class KernelSource:
+    """A kernel's Python function and its declared parameters: dtype words, a ``*`` for pointers, other names for type variables."""
+
+    def __init__(self, function: Callable[..., None], parameters: dict[str, str]):
+        names = function.__code__.co_varnames[: function.__code__.co_argcount]
+        if names != tuple(parameters):
+            raise TypeError(f"kernel {function.__name__}: declared parameters {tuple(parameters)} are not those of the function {names}")
+        self.function = function
+        self.parameters = parameters
+        words = dict.fromkeys(text.rstrip("*") for text in parameters.values())
+        self.type_variables = tuple(word for word in words if not hasattr(numba.types, word))
+
+    def dispatcher(self) -> Any:
+        """The kernel as an ordinary Numba dispatcher (or simulator kernel): ``source.dispatcher()[grid, block](arrays…)``."""
+        return cuda.jit(self.function)
+
+
+def kernel(**parameters: str) -> Callable[[Callable[..., None]], KernelSource]:
+    """Declare a kernel: one keyword per parameter, in order."""
+    return lambda function: KernelSource(function, parameters)
+
+
+def device_function(function: Callable[..., Any]) -> Any:
+    """A function that kernels call; inlined by the compiler."""
+    dispatcher = cuda.jit(device=True)(function)
+    device_functions.append(dispatcher)
+    return dispatcher
+
+
+if SIMULATED:
+    _atomics = threading.Lock()
+
+    def atomic_add(pointer: Any, index: int, value: int) -> int:
+        with _atomics:
+            old = pointer[index]
+            pointer[index] = old + value
+            return int(old)
+
+    def atomic_exchange(pointer: Any, index: int, value: int) -> int:
+        with _atomics:
+            old = pointer[index]
+            pointer[index] = value
+            return int(old)
+
+    def atomic_compare_exchange(pointer: Any, index: int, expected: int, value: int) -> int:
+        with _atomics:
+            old = pointer[index]
+            if old == expected:
+                pointer[index] = value
+            return int(old)
+
+    def is_null(pointer: Any) -> bool:
+        return pointer is None
+
+    def count(signal: Any, kind: int, amount: int) -> None:
+        if signal is not None:
+            atomic_add(signal, kind, amount)
+
+    @device_function
+    def exclusive_scan(scratch: Any, value: int) -> Any:
+        """The same contract without warp operations, which the simulator lacks."""
+        thread = cuda.threadIdx.x
+        cuda.syncthreads()
+        scratch[thread] = value
+        cuda.syncthreads()
+        return int(scratch[:thread].sum()), int(scratch[:BLOCK].sum())
+
+    @device_function
+    def inclusive_max(scratch: Any, value: int) -> Any:
+        """The same contract without warp operations."""
+        thread = cuda.threadIdx.x
+        cuda.syncthreads()
+        scratch[thread] = value
+        cuda.syncthreads()
+        return int(scratch[: thread + 1].max()), int(scratch[:BLOCK].max())
+
+else:
+    from numba import types
+    from numba.cuda import cgutils
+    from numba.cuda.extending import intrinsic
+
+    def _address(context: Any, builder: Any, kind: Any, value: Any, index: Any) -> Any:
+        if isinstance(kind, types.Array):
+            value = context.make_array(kind)(context, builder, value).data
+        return builder.gep(value, [index])
+
+    def _element(pointer: Any) -> Any:
+        return pointer.dtype if isinstance(pointer, types.CPointer | types.Array) else None
+
+    def _read_modify_write(operation: str) -> Any:
+        @intrinsic
+        def atomic(typing_context: Any, pointer: Any, index: Any, value: Any) -> Any:
+            element = _element(pointer)
+
+            def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+                address = _address(context, builder, signature.args[0], arguments[0], arguments[1])
+                return builder.atomic_rmw(operation, address, arguments[2], "monotonic")
+
+            return element(pointer, types.int64, element), generate
+
+        return atomic
+
+    atomic_add = _read_modify_write("add")
+    atomic_exchange = _read_modify_write("xchg")
+
+    @intrinsic
+    def atomic_compare_exchange(typing_context: Any, pointer: Any, index: Any, expected: Any, value: Any) -> Any:
+        """Store `value` at `pointer[index]` if it holds `expected`; the old value either way."""
+        element = _element(pointer)
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            address = _address(context, builder, signature.args[0], arguments[0], arguments[1])
+            return builder.extract_value(builder.cmpxchg(address, arguments[2], arguments[3], "monotonic", "monotonic"), 0)
+
+        return element(pointer, types.int64, element, element), generate
+
+    @intrinsic
+    def is_null(typing_context: Any, pointer: Any) -> Any:
+        """Whether an optional pointer was left out. An array never is."""
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            if isinstance(signature.args[0], types.Array):
+                return cgutils.false_bit
+            return cgutils.is_null(builder, arguments[0])
+
+        return types.boolean(pointer), generate
+
+    @device_function
+    def count(signal: Any, kind: int, amount: int) -> None:
+        """Add to a signal's counter, if there is a signal."""
+        if not is_null(signal):
+            atomic_add(signal, kind, amount)
+
+    @device_function
+    def exclusive_scan(scratch: Any, value: int) -> Any:
+        """Sum of `value` over the threads before this one, and over all `BLOCK` threads of the block. `scratch`: shared int64 [BLOCK].
+
+        Every thread of the block must call it; `scratch` is free again after the block's next barrier.
+        """
+        thread = cuda.threadIdx.x
+        lane = thread & 31
+        warp = thread >> 5
+        inclusive = value
+        distance = 1
+        while distance < 32:
+            before = cuda.shfl_up_sync(0xFFFFFFFF, inclusive, distance)
+            if lane >= distance:
+                inclusive += before
+            distance *= 2
+        # The barrier in front frees the scratch of an earlier scan.
+        cuda.syncthreads()
+        if lane == 31:
+            scratch[warp] = inclusive
+        cuda.syncthreads()
+        offset, total = int64(0), int64(0)
+        for other in range(BLOCK // 32):
+            if other < warp:
+                offset += scratch[other]
+            total += scratch[other]
+        return offset + inclusive - value, total
+
+    @device_function
+    def inclusive_max(scratch: Any, value: int) -> Any:
+        """Largest `value` of the threads up to this one, and of all `BLOCK` threads; values are not negative. Rules of `exclusive_scan`."""
+        thread = cuda.threadIdx.x
+        lane = thread & 31
+        warp = thread >> 5
+        highest = value
+        distance = 1
+        while distance < 32:
+            # Lanes without a partner get their own value back.
+            highest = max(highest, cuda.shfl_up_sync(0xFFFFFFFF, highest, distance))
+            distance *= 2
+        cuda.syncthreads()
+        if lane == 31:
+            scratch[warp] = highest
+        cuda.syncthreads()
+        overall = int64(0)
+        for other in range(BLOCK // 32):
+            if other < warp:
+                highest = max(highest, scratch[other])
+            overall = max(overall, scratch[other])
+        return highest, overall

@@ -1,0 +1,43 @@
+// What every CUDA C subject is written with: 64-bit integers, ids of either width, a signal's counters, loads and stores that leave the
+// caches to others. A kernel's parameters are all 8 bytes, addresses and `int64`; the entry point of kernel `name` is `gpukit_name`.
+
+#pragma once
+
+using int64 = long long;
+using uint64 = unsigned long long;
+
+// Slots of a Signal's counters, in the order of errors.SIGNAL_KINDS.
+enum SignalKind { OUT_OF_RANGE, UNBOUND, REBOUND, OCCUPIED, MISMATCH, EXHAUSTED };
+
+// Add one to a signal's counter, if there is a signal.
+__device__ __forceinline__ void count(int64* signal, SignalKind kind)
+{
+    if (signal)
+        atomicAdd(reinterpret_cast<uint64*>(signal) + kind, 1ull);
+}
+
+// Element `i` of an array of int32 (id_bytes 4) or int64 (id_bytes 8) ids that no thread of the launch writes.
+__device__ __forceinline__ int64 load_id(const void* ids, int64 id_bytes, int64 i)
+{
+    return id_bytes == 8 ? __ldg(static_cast<const int64*>(ids) + i) : __ldg(static_cast<const int*>(ids) + i);
+}
+
+// Bytes that are copied without looking at them, as one access of the widest kind.
+using Bytes16 = uint4;
+using Bytes8 = uint2;
+using Bytes4 = unsigned int;
+using Bytes2 = unsigned short;
+using Bytes1 = unsigned char;
+
+// What is read once, or not read again soon, is the first that a cache gives up: weights and state keep their place in it.
+template <typename Bytes>
+__device__ __forceinline__ Bytes load_streaming(const Bytes* address)
+{
+    return __ldcs(address);
+}
+
+template <typename Bytes>
+__device__ __forceinline__ void store_streaming(Bytes* address, Bytes value)
+{
+    __stcs(address, value);
+}

@@ -1,0 +1,315 @@
+"""From a checked call to the driver: kernels by handle, one launch path for both languages, eager and prepared.
+
+An op's *plan* checks its arguments and says what to launch; `operation` turns the plan into the public function, with `.prepare` beside it.
+Every kernel parameter is eight bytes (an address or an int64; CUDA C also takes doubles), so one packed buffer serves every kernel and a launch
+is one `cuLaunchKernel` with arguments written in place. Kernels are compiled by `compile` and loaded here, on first use or by `warmup`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
+
+from gpukit import devices
+from gpukit.arrays import HOST
+from gpukit.compile import count_loaded, cubin
+from gpukit.errors import ArgumentError, ColdKernelError, DeviceError, ForkError
+
+__all__ = ["IDS", "Kernel", "Operation", "Plan", "PreparedCall", "execute", "host", "kernels", "nothing", "operation", "warmup"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+
+# The dtypes that page ids, lengths and request indices may have.
+IDS = ("int32", "int64")
+
+# (kernel, variant, device, stream, blocks, threads, arguments, result); without a kernel `arguments` is what to call instead, if anything.
+Plan = tuple[Any, ...]
+
+_MOST_PARAMETERS = 40
+_HANDLES_OF_DEFAULT_STREAMS = (0, 1, 2)
+
+_kernels: list[Kernel] = []
+_load_lock = threading.RLock()
+
+
+class _Packed:
+    """Argument values, eight bytes each, and the array of their addresses that the driver wants."""
+
+    __slots__ = ("addresses", "buffer", "pointer")
+
+    def __init__(self) -> None:
+        self.buffer = (ctypes.c_int64 * _MOST_PARAMETERS)()
+        base = ctypes.addressof(self.buffer)
+        self.addresses = (ctypes.c_void_p * _MOST_PARAMETERS)(*(base + 8 * slot for slot in range(_MOST_PARAMETERS)))
+        self.pointer = ctypes.addressof(self.addresses)
+
+
+# Buffers not in use. list.pop and append are atomic, so threads share it without a lock.
+_free_buffers: list[_Packed] = []
+
+
+class Kernel:
+    """A kernel of one of the two languages, with a handle per type variant and device.
+
+    Parameters
+    ----------
+    subject, name : str
+        ``kernels/<language>/<subject>`` and the kernel in it.
+    variants : sequence of tuples of str
+        dtype names for the kernel's type variables; what `warmup` loads and the compile gate compiles.
+    language : {"numba", "cuda"}
+    """
+
+    def __init__(self, subject: str, name: str, variants: Sequence[tuple[str, ...]] = ((),), language: str = "numba"):
+        self.subject = subject
+        self.name = name
+        self.variants = tuple(variants)
+        self.language = language
+        self.handles: dict[tuple[tuple[str, ...], int], Any] = {}
+        self.pack_into: Callable[..., None] | None = None
+        _kernels.append(self)
+
+    def __repr__(self) -> str:
+        return f"Kernel({self.subject}.{self.name}, {self.language})"
+
+    def load(self, variant: tuple[str, ...], device: int, stream: int | None = None) -> Any:
+        """Handle of a variant on a device, compiled and loaded if need be.
+
+        Raises
+        ------
+        ColdKernelError
+            It is not loaded yet and `stream` is capturing.
+        """
+        handle = self.handles.get((variant, device))
+        if handle is not None:
+            return handle
+        if _forked:
+            raise ForkError("gpukit was used on the GPU before this process was forked; start workers with the 'spawn' method")
+        if stream is not None and devices.is_capturing(stream):
+            raise ColdKernelError(f"{self.subject}.{self.name}{list(variant)} is not loaded and its stream is capturing; call gpukit.warmup() first")
+        with _load_lock:
+            handle = self.handles.get((variant, device))
+            if handle is None:
+                handle = self._load(variant, device)
+                count_loaded()
+                self.handles[(variant, device)] = handle
+        return handle
+
+    def make_packer(self, arguments: tuple[Any, ...]) -> Callable[..., None]:
+        """Remember how this kernel's arguments are packed: their number and which are doubles never change."""
+        self.pack_into = struct.Struct("=" + "".join("d" if isinstance(value, float) else "q" for value in arguments)).pack_into
+        return self.pack_into
+
+    def _load(self, variant: tuple[str, ...], device: int) -> Any:
+        bindings = devices.driver()
+        _bind_driver()
+        library = _library(self.language, self.subject, self.name if self.language == "numba" else "", variant, devices.architecture(device))
+        kernel = devices.call(bindings.cuLibraryGetKernel(library, f"gpukit_{self.name}".encode()), "cuLibraryGetKernel")
+        relaxed = bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        with devices.current(device):
+            # Loading into the context now keeps lazy loading out of a later capture; another thread may be capturing meanwhile.
+            mode = devices.call(bindings.cuThreadExchangeStreamCaptureMode(relaxed), "cuThreadExchangeStreamCaptureMode")
+            try:
+                function = devices.call(bindings.cuKernelGetFunction(kernel), "cuKernelGetFunction")
+                devices.call(bindings.cuFuncLoad(function), "cuFuncLoad")
+            finally:
+                devices.call(bindings.cuThreadExchangeStreamCaptureMode(mode), "cuThreadExchangeStreamCaptureMode")
+        # The context-free handle runs in the context of the stream it is launched on.
+        return bindings.CUfunction(int(kernel))
+
+
+@functools.cache
+def _library(language: str, subject: str, name: str, variant: tuple[str, ...], arch: str) -> Any:
+    bindings = devices.driver()
+    code = cubin(language, subject, name, variant, arch)
+    return devices.call(bindings.cuLibraryLoadData(code, [], [], 0, [], [], 0), "cuLibraryLoadData")
+
+
+def kernels() -> tuple[Kernel, ...]:
+    """Every kernel that the imported ops declare."""
+    import gpukit.kernels  # noqa: F401
+
+    return tuple(_kernels)
+
+
+def warmup(device: int = 0, subjects: Sequence[str] | None = None) -> None:
+    """Compile and load kernels ahead of the first call, so that every op may be captured.
+
+    Parameters
+    ----------
+    device : int
+        Ordinal of the device.
+    subjects : sequence of str, optional
+        Subjects to load, like ``["page_table"]``; all by default.
+
+    Raises
+    ------
+    ArgumentError
+        No such subject.
+    DeviceError
+        No driver, no device or no GPU stack.
+
+    Examples
+    --------
+    >>> warmup(subjects=["no_such_subject"])
+    Traceback (most recent call last):
+    ...
+    gpukit.errors.ArgumentError: subjects: expected some of free_list, metadata, page_copy, page_table, sliding_window, got no_such_subject
+    """
+    known = sorted({kernel.subject for kernel in kernels()})
+    unknown = [subject for subject in subjects or () if subject not in known]
+    if unknown:
+        raise ArgumentError(f"subjects: expected some of {', '.join(known)}, got {', '.join(unknown)}")
+    for kernel in kernels():
+        if subjects is None or kernel.subject in subjects:
+            for variant in kernel.variants:
+                kernel.load(variant, device)
+
+
+def _bind_driver() -> None:
+    """Take the driver's launch function, before the first kernel is loaded and so before any launch."""
+    global _launch_kernel, _many_devices
+    if not _launch_kernel:
+        _launch_kernel = devices.driver().cuLaunchKernel
+        _many_devices = devices.count() > 1
+
+
+def _refuse_after_fork(*arguments: Any) -> Any:
+    raise ForkError("gpukit was used on the GPU before this process was forked; start workers with the 'spawn' method")
+
+
+_launch_kernel: Any = None
+_many_devices = False
+_forked = False
+
+
+def _after_fork_in_child() -> None:
+    global _forked, _launch_kernel
+    if _launch_kernel:
+        _forked = True
+        _launch_kernel = _refuse_after_fork
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def _submit(device: int, stream: int, call: tuple[Any, ...]) -> None:
+    """Launch in the device's context where the stream does not name one, and explain what the driver refused."""
+    if stream in _HANDLES_OF_DEFAULT_STREAMS:
+        with devices.current(device):
+            status = _launch_kernel(*call)[0]
+    else:
+        status = _launch_kernel(*call)[0]
+    if status == 0:
+        return
+    name = getattr(status, "name", str(status))
+    if name in ("CUDA_ERROR_INVALID_HANDLE", "CUDA_ERROR_INVALID_CONTEXT", "CUDA_ERROR_CONTEXT_IS_DESTROYED"):
+        raise ArgumentError(f"stream: expected a live stream of device {device}, got handle {stream:#x} ({name})")
+    raise DeviceError(f"cuLaunchKernel failed: {name}")
+
+
+def execute(
+    kernel: Kernel | None,
+    variant: tuple[str, ...],
+    device: int,
+    stream: int,
+    blocks: int,
+    threads: int,
+    arguments: Any,
+    result: Any,
+) -> Any:
+    """Run a plan and return its result."""
+    if kernel is None:
+        return arguments() if arguments else result
+    handle = kernel.handles.get((variant, device)) or kernel.load(variant, device, stream)
+    try:
+        packed = _free_buffers.pop()
+    except IndexError:
+        packed = _Packed()
+    (kernel.pack_into or kernel.make_packer(arguments))(packed.buffer, 0, *arguments)
+    if (_many_devices and stream in _HANDLES_OF_DEFAULT_STREAMS) or _launch_kernel(
+        handle, blocks, 1, 1, threads, 1, 1, 0, stream, packed.pointer, 0
+    )[0] != 0:
+        _submit(device, stream, (handle, blocks, 1, 1, threads, 1, 1, 0, stream, packed.pointer, 0))
+    # The driver copied the arguments before it returned.
+    _free_buffers.append(packed)
+    return result
+
+
+def host(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
+    """Plan of a call on NumPy arrays: the reference itself."""
+    return (None, (), HOST, 0, 0, 0, functools.partial(function, *args, **kwargs), None)
+
+
+def nothing(result: Any = None) -> Plan:
+    """Plan of a call that has nothing to launch."""
+    return (None, (), HOST, 0, 0, 0, None, result)
+
+
+class PreparedCall(Generic[R]):
+    """An op with its arguments checked and packed once; calling it launches again and returns the same result array.
+
+    It holds its arrays, and is safe to call from several threads. The stream is the one of the moment of preparation.
+    """
+
+    __slots__ = ("_call", "_device", "_instead", "_kept", "_packed", "_stream", "result")
+
+    def __init__(self, plan: Plan, kept: tuple[Any, ...]):
+        kernel, variant, device, stream, blocks, threads, arguments, self.result = plan
+        self._kept = kept
+        self._device = device
+        self._stream = stream
+        self._instead: Callable[[], Any] | None = None
+        self._call: tuple[Any, ...] | None = None
+        if kernel is None:
+            self._instead = arguments
+            return
+        self._packed = _Packed()
+        kernel.make_packer(arguments)(self._packed.buffer, 0, *arguments)
+        self._call = (kernel.load(variant, device, stream), blocks, 1, 1, threads, 1, 1, 0, stream, self._packed.pointer, 0)
+
+    def __call__(self) -> R:
+        if self._call is None:
+            return self._instead() if self._instead else self.result  # type: ignore[no-any-return]
+        if (_many_devices and self._stream in _HANDLES_OF_DEFAULT_STREAMS) or _launch_kernel(*self._call)[0] != 0:
+            _submit(self._device, self._stream, self._call)
+        return self.result  # type: ignore[no-any-return]
+
+
+class Operation(Protocol[P, R_co]):
+    """A public op: call it, or `prepare` it."""
+
+    __wrapped__: Callable[P, Any]
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
+        """Check the arguments and launch."""
+        ...
+
+    def prepare(self, *args: P.args, **kwargs: P.kwargs) -> PreparedCall[Any]:
+        """Check and pack the arguments once; the returned callable launches at the driver's cost.
+
+        Outputs are fixed at preparation: give `out=` arrays, or take the ones it allocates from `.result`.
+        """
+        ...
+
+
+def operation(plan: Callable[P, Any]) -> Operation[P, Any]:
+    """Make the public op of a plan function: a function that checks the arguments and returns a `Plan`."""
+
+    @functools.wraps(plan)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return execute(*plan(*args, **kwargs))
+
+    def prepare(*args: Any, **kwargs: Any) -> PreparedCall[Any]:
+        return PreparedCall(plan(*args, **kwargs), (args, tuple(kwargs.values())))
+
+    prepare.__doc__ = Operation.prepare.__doc__
+    call.prepare = prepare  # type: ignore[attr-defined]
+    return cast("Operation[P, Any]", call)

@@ -1,0 +1,144 @@
+"""The sliding-window references against dictionaries: which pages go, in which order, and what stays untouched."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpukit.errors import Signal
+from gpukit.kernels.reference import sliding_window
+from tests.helpers import models
+
+examples = settings(max_examples=120, deadline=None)
+
+
+def nonzero(*counters):
+    return {kind: count for kind, count in sum(counters, models.Counter()).items() if count}
+
+
+def assert_tables(model, v2p, p2v):
+    want_v2p, want_p2v = model.arrays()
+    assert v2p.tolist() == want_v2p.tolist() and p2v.tolist() == want_p2v.tolist()
+
+
+@st.composite
+def row_batches(draw, num_virtual, page_size, max_rows=3):
+    """Rows [R, width] whose pages are built ids; a width need not be whole pages."""
+    pages = draw(st.integers(0, 4))
+    cut = draw(st.integers(0, page_size - 1)) if pages else 0
+    height = draw(st.integers(1, max_rows))
+    rows = []
+    for _ in range(height):
+        ids = draw(st.lists(models.page_ids(num_virtual), min_size=pages, max_size=pages))
+        rows.append([v * page_size + i for v in ids for i in range(page_size)][: pages * page_size - cut])
+    return rows
+
+
+@examples
+@given(st.data())
+def test_retire(data):
+    model, page_size = data.draw(models.tables()), data.draw(models.page_sizes)
+    rows = data.draw(row_batches(model.num_virtual, page_size))
+    lanes = data.draw(st.integers(0, 4))
+    by_index = data.draw(st.booleans()) or lanes > len(rows)
+    request = data.draw(st.lists(st.integers(-1, len(rows)), min_size=lanes, max_size=lanes)) if by_index else list(range(lanes))
+    edges = st.one_of(*[st.integers(0, 5).map(lambda c: c * page_size)] * 4, st.sampled_from([-page_size, 1, page_size + 1]))
+    starts = data.draw(st.lists(edges, min_size=lanes, max_size=lanes))
+    stops = data.draw(st.lists(edges, min_size=lanes, max_size=lanes))
+    dtype, style = data.draw(models.id_dtypes), data.draw(models.view_styles)
+    v2p, p2v = model.arrays()
+    capacity = data.draw(st.integers(1, 12))
+    pages, held, signal, counts = models.device_pages(capacity, taken=3), [], Signal(), models.Counter()
+    array = models.as_view(np.reshape(rows, (len(rows), -1)), dtype, style, axis=data.draw(st.sampled_from([0, 1])))
+    for _ in range(2):  # the second time nothing is left to retire
+        sliding_window.retire(
+            array,
+            models.as_view(starts, dtype, style) if data.draw(st.booleans()) else starts,
+            stops,
+            page_size,
+            v2p,
+            p2v,
+            pages,
+            request_indices=models.as_view(request, dtype, style) if by_index else None,
+            signal=signal,
+        )
+        models.push(held, capacity, models.retire(rows, starts, stops, page_size, model, request), counts)
+        assert models.held_pages(pages) == held
+        assert_tables(model, v2p, p2v)
+    assert signal.counts() == nonzero(model.counts, counts)
+
+
+def test_retire_known_answer():
+    """P=2: the last page of one row and the first two of another leave; the virtual ids stay in the rows."""
+    model = models.Tables(8, 8, {1: 7, 2: 6, 3: 5, 4: 4, 5: 3, 6: 2})
+    v2p, p2v = model.arrays()
+    rows = np.array([[2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13]], dtype=np.int32)
+    rows.flags.writeable = False
+    pages = models.device_pages(8)
+    sliding_window.retire(rows, [4, 0], [6, 4], 2, v2p, p2v, pages)
+    assert models.held_pages(pages) == [5, 4, 3]
+    assert v2p.tolist() == [0, 7, 6, -1, -1, -1, 2, -1, -1] and p2v.tolist() == [0, -1, 6, -1, -1, -1, 2, 1, -1]
+
+
+@examples
+@given(st.data())
+def test_free_segment(data):
+    owner, page_size = data.draw(models.tables()), data.draw(models.page_sizes)
+    other = data.draw(models.tables(num_virtual=owner.num_virtual))
+    row = data.draw(row_batches(owner.num_virtual, page_size, max_rows=1))[0]
+    dtype, style = data.draw(models.id_dtypes), data.draw(models.view_styles)
+    tables = *owner.arrays(), *other.arrays()
+    capacities = data.draw(st.tuples(*[st.integers(1, 6)] * 3))
+    rings = [models.device_pages(capacity, taken=2) for capacity in capacities]
+    signal, counts = Signal(), models.Counter()
+    start = data.draw(st.integers(0, 3)) * page_size
+    sliding_window.free_segment(models.as_view(row, dtype, style), start, page_size, *tables, *rings, signal=signal)
+    for ring, capacity, freed in zip(rings, capacities, models.free_segment(row, page_size, owner, other), strict=True):
+        held = []
+        models.push(held, capacity, freed, counts)
+        assert models.held_pages(ring) == held
+    assert_tables(owner, *tables[:2])
+    assert_tables(other, *tables[2:])
+    assert signal.counts() == nonzero(owner.counts, counts)
+
+
+def test_free_segment_skips_what_the_window_has_retired():
+    owner, other = models.Tables(5, 5, {1: 4, 2: 3, 3: 2}), models.Tables(5, 9, {3: 8})
+    tables = *owner.arrays(), *other.arrays()
+    rings = [models.device_pages(4) for _ in range(3)]
+    signal = Signal()
+    row = np.array([4, 5, 6, 7, 12])  # P=4: page 1, and one token of page 3
+    sliding_window.free_segment(row, 8, 4, *tables, *rings, signal=signal)
+    assert [models.held_pages(ring) for ring in rings] == [[1, 3], [4, 2], [8]]
+    assert signal.counts() == {}
+    assert tables[0].tolist() == [0, -1, 3, -1, -1, -1] and tables[2].tolist() == [0, -1, -1, -1, -1, -1]
+
+
+@pytest.mark.parametrize(
+    ("key_length", "old", "retain", "want"),
+    [
+        (1023, 0, None, 832),
+        (1024, 0, None, 896),
+        (960, 0, None, 832),
+        (0, 0, None, 0),
+        (126, 0, None, 0),
+        (191, 0, None, 0),
+        (192, 0, None, 64),
+        (1024, 960, None, 960),
+        (1024, 0, 128, 128),
+        (1024, 960, 128, 128),
+    ],
+)
+def test_frontier_known_answers(key_length, old, retain, want):
+    assert sliding_window.frontier(key_length, 127, 64, old=old, retain=retain) == want
+
+
+@examples
+@given(st.integers(0, 700), st.integers(0, 300), models.page_sizes, st.integers(0, 5), st.none() | st.integers(0, 5))
+def test_frontier(key_length, window, page_size, old, retain):
+    old, retain = old * page_size, None if retain is None else retain * page_size
+    got = sliding_window.frontier(key_length, window, page_size, old=old, retain=retain)
+    assert got == models.frontier(key_length, window, page_size, old, retain)
+    assert type(got) is int

@@ -1,0 +1,85 @@
+"""Every kernel, in every type variant it declares, compiles for every architecture without spills or stack frame and within its register budget.
+
+The cubins are the ones that users load: same source, same options, same pinned compiler; no GPU and no driver take part.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from gpukit import launch
+from gpukit.compile import cache, cubin
+
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
+
+# Registers per thread. 64 lets 1,024 threads live on a multiprocessor, which hides the latency of index kernels.
+BUDGET = {"numba": 64, "cuda": 128}
+
+
+def test_the_compilers_are_here() -> None:
+    pytest.importorskip("numba.cuda", reason="the compile gate needs the extra cu13")
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("kernel", launch.kernels(), ids=lambda kernel: f"{kernel.subject}.{kernel.name}")
+def test_kernel_compiles_within_its_budget(kernel: launch.Kernel, arch: str) -> None:
+    from tests.helpers.cubin import resources
+
+    for variant in kernel.variants:
+        used = resources(cubin(kernel.language, kernel.subject, kernel.name, variant, arch))[f"gpukit_{kernel.name}"]
+        assert used.frame_bytes == 0, f"{variant}: {used}"
+        assert 0 < used.registers <= BUDGET[kernel.language], f"{variant}: {used}"
+
+
+def test_a_kernel_that_does_not_compile_says_which_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpukit.compile import cuda_c, numba_dsl
+    from gpukit.compile.device import kernel
+    from gpukit.errors import CompileError
+
+    @kernel(out="int64*")
+    def wrong(out):  # type: ignore[no-untyped-def]
+        out[0] = no_such_name  # noqa: F821
+
+    with pytest.raises(CompileError, match=r"(?s)kernel wrong\[\] does not compile for sm_90.*no_such_name"):
+        numba_dsl.to_ptx(wrong, (), "sm_90")
+    broken = cuda_c.source_path("page_copy").with_name("no_such_subject.cu")
+    with pytest.raises(FileNotFoundError):
+        cuda_c.compile_subject(broken.stem, "sm_90")
+
+
+def test_a_kernel_declares_exactly_its_parameters() -> None:
+    from gpukit.compile.device import kernel
+
+    with pytest.raises(TypeError, match="declared parameters"):
+
+        @kernel(out="int64*")
+        def mistaken(target):  # type: ignore[no-untyped-def]
+            target[0] = 1
+
+
+def test_the_disk_cache_serves_the_second_request(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    from gpukit import compile_stats
+
+    monkeypatch.setenv("GPUKIT_CACHE_DIR", str(tmp_path))
+    before = compile_stats()
+    first = cubin("numba", "page_table", "unbind", ("int64",), "sm_90")
+    second = cubin("numba", "page_table", "unbind", ("int64",), "sm_90")
+    after = compile_stats()
+    assert first == second
+    assert (after.compiled - before.compiled, after.cached - before.cached) == (1, 1)
+    assert cache.path(cache.key("numba", "page_table", "unbind", ("int64",), "sm_90")) is not None
+
+
+def test_a_cache_that_cannot_be_written_only_costs_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPUKIT_CACHE_DIR", "/proc/no/such/place")
+    assert cubin("numba", "page_table", "unbind", ("int64",), "sm_90")[:4] == b"\x7fELF"
+
+
+def test_the_key_follows_source_types_and_target() -> None:
+    keys = {
+        cache.key("numba", "page_table", name, variant, arch)
+        for name in ("bind", "unbind")
+        for variant in (("int32",), ("int64",))
+        for arch in ("sm_80", "sm_90")
+    }
+    assert len(keys) == 8

@@ -1,0 +1,154 @@
+"""The launcher against a driver double: loading, cold captures, contexts of default streams, refusals, threads, forks."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from gpukit import errors, launch
+from gpukit.kernels import page_table  # noqa: F401
+from tests.helpers.driver import FakeDriver, Result
+
+KERNEL = next(kernel for kernel in launch.kernels() if kernel.name == "unbind")
+VARIANT = ("int64",)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    double = FakeDriver()
+    yield double.install(monkeypatch)
+    double.restore()
+
+
+def run(stream: int = 77, device: int = 0, arguments: tuple[int, ...] = (11, 12, -13)) -> object:
+    return launch.execute(KERNEL, VARIANT, device, stream, 3, 256, arguments, "result")
+
+
+def test_arguments_reach_the_driver_eight_bytes_each(driver: FakeDriver) -> None:
+    assert run() == "result"
+    (call,) = driver.launches
+    assert call["grid"] == (3, 1, 1) and call["block"] == (256, 1, 1) and call["stream"] == 77
+    assert call["values"][:3] == [11, 12, -13]
+
+
+def test_a_kernel_is_loaded_once_per_device(driver: FakeDriver) -> None:
+    for _ in range(3):
+        run()
+    assert len(driver.loaded) == 1
+    driver.device_count = 2
+    run(device=1)
+    # The same architecture: one library serves both devices.
+    assert len(driver.loaded) == 1 and set(KERNEL.handles) == {(VARIANT, 0), (VARIANT, 1)}
+
+
+def test_a_cold_kernel_in_a_capture_is_refused_before_any_driver_call(driver: FakeDriver) -> None:
+    driver.capturing.add(77)
+    with pytest.raises(errors.ColdKernelError, match=r"page_table.unbind\['int64'\] is not loaded and its stream is capturing"):
+        run()
+    assert not driver.loaded and not driver.launches
+    driver.capturing.clear()
+    run()
+    driver.capturing.add(77)
+    assert run() == "result"
+
+
+def test_default_streams_launch_in_the_context_of_the_arrays_device(driver: FakeDriver) -> None:
+    driver.device_count = 2
+    for stream in (0, 1, 2, 77):
+        run(stream, device=1)
+    assert [call["context"] for call in driver.launches] == [1001, 1001, 1001, None]
+    assert driver.stack == []
+
+
+def test_a_thread_without_a_context_gets_one(driver: FakeDriver) -> None:
+    refused = []
+
+    real = driver.cuLaunchKernel
+
+    def needs_context(*arguments: object) -> object:
+        if not driver.stack:
+            refused.append(arguments)
+            return (Result.CUDA_ERROR_INVALID_CONTEXT,)
+        return real(*arguments)
+
+    driver.cuLaunchKernel = needs_context  # type: ignore[method-assign]
+    assert run(stream=0) == "result"
+    assert len(refused) == 1 and [call["context"] for call in driver.launches] == [1000]
+
+
+def test_what_the_driver_refuses_is_explained(driver: FakeDriver) -> None:
+    run()
+    driver.refuse["cuLaunchKernel"] = Result.CUDA_ERROR_INVALID_HANDLE
+    with pytest.raises(errors.ArgumentError, match="stream: expected a live stream of device 0, got handle 0x4d"):
+        run()
+    driver.refuse["cuLaunchKernel"] = Result.CUDA_ERROR_LAUNCH_FAILED
+    with pytest.raises(errors.DeviceError, match="cuLaunchKernel failed: CUDA_ERROR_LAUNCH_FAILED"):
+        run()
+    driver.refuse.clear()
+    assert run() == "result"
+
+
+def test_a_failed_load_leaves_nothing_loaded(driver: FakeDriver) -> None:
+    driver.refuse["cuFuncLoad"] = Result.CUDA_ERROR_LAUNCH_FAILED
+    with pytest.raises(errors.DeviceError, match="cuFuncLoad failed"):
+        run()
+    assert not KERNEL.handles and driver.stack == []
+    driver.refuse.clear()
+    assert run() == "result"
+
+
+def test_prepared_calls_pack_once_and_keep_their_arrays(driver: FakeDriver) -> None:
+    class Kept:
+        pass
+
+    import weakref
+
+    array = Kept()
+    alive = weakref.ref(array)
+    call: launch.PreparedCall[str] = launch.PreparedCall((KERNEL, VARIANT, 0, 77, 1, 32, (5, 6, 7), "out"), (array,))
+    del array
+    assert call() == "out" and call() == "out" and alive() is not None
+    assert [launched["values"][:3] for launched in driver.launches] == [[5, 6, 7]] * 2
+    del call
+    assert alive() is None
+
+
+def test_threads_never_see_each_others_arguments(driver: FakeDriver) -> None:
+    run()
+    driver.launches.clear()
+    threads = [threading.Thread(target=lambda n=n: [run(arguments=(n, n, n)) for _ in range(500)]) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(driver.launches) == 4000
+    assert all(len(set(call["values"][:3])) == 1 for call in driver.launches)
+
+
+@pytest.mark.filterwarnings("ignore:This process")
+def test_a_fork_after_first_use_is_refused(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_forked", False)
+    prepared: launch.PreparedCall[None] = launch.PreparedCall((KERNEL, VARIANT, 0, 77, 1, 32, (5, 6, 7), None), ())
+    child = os.fork()
+    if child == 0:
+        refused = 0
+        for call in (prepared, run):
+            try:
+                call()  # type: ignore[operator]
+            except errors.ForkError:
+                refused += 1
+        os._exit(0 if refused == 2 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    prepared()
+
+
+def test_warmup_loads_every_variant_and_names_unknown_subjects(driver: FakeDriver) -> None:
+    launch.warmup(subjects=["page_table"])
+    loaded = [kernel for kernel in launch.kernels() if kernel.handles]
+    assert {kernel.subject for kernel in loaded} == {"page_table"}
+    assert all(set(kernel.handles) == {(variant, 0) for variant in kernel.variants} for kernel in loaded)
+    with pytest.raises(errors.ArgumentError, match="subjects: expected some of .*got nonsense"):
+        launch.warmup(subjects=["nonsense"])
