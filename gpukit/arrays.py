@@ -177,9 +177,7 @@ def vector(array: Any, name: str, dtypes: tuple[str, ...], device: int | None = 
     return pointer, shape[0], dtype, where
 
 
-def matrix(
-    array: Any, name: str, dtypes: tuple[str, ...], device: int | None = None
-) -> tuple[int, tuple[int, int], tuple[int, int], str, int]:
+def matrix(array: Any, name: str, dtypes: tuple[str, ...], device: int | None = None) -> tuple[int, tuple[int, int], tuple[int, int], str, int]:
     """Check a 2-D input of any strides and return ``(pointer, shape, element strides, dtype name, device)``."""
     pointer, dtype, shape, strides, where, _ = describe(array, name)
     if dtype not in dtypes or len(shape) != 2 or (device is not None and where != device):
@@ -330,6 +328,7 @@ def overlap(first: tuple[int, int, tuple[int, ...], tuple[int, ...]], second: tu
     if not np.may_share_memory(one, other):
         return False
     try:
-        return np.shares_memory(one, other, max_work=100_000)
+        # The stubs know only two of the integers that max_work may be.
+        return np.shares_memory(one, other, max_work=100_000)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True

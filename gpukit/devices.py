@@ -161,6 +161,13 @@ def of_pointer(pointer: int) -> int:
     return int(ordinal)
 
 
+def create_stream(device: int) -> int:
+    """Handle of a new non-blocking stream; whoever asks destroys it, or keeps it for the life of the process."""
+    bindings = driver()
+    with current(device):
+        return int(call(bindings.cuStreamCreate(bindings.CUstream_flags.CU_STREAM_NON_BLOCKING), "cuStreamCreate"))
+
+
 def is_capturing(stream: int) -> bool:
     """Whether a stream is being captured into a graph."""
     bindings = driver()
@@ -168,7 +175,7 @@ def is_capturing(stream: int) -> bool:
     # The legacy default stream answers with this error while another stream of the context captures.
     if status == bindings.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT:
         return True
-    return status == 0 and state != bindings.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+    return bool(status == 0 and state != bindings.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
 
 
 @contextmanager

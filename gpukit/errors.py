@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 __all__ = [
+    "SIGNAL_KINDS",
     "ArgumentError",
     "ArgumentTypeError",
     "ColdKernelError",
@@ -17,7 +18,6 @@ __all__ = [
     "ForkError",
     "GpukitError",
     "OutOfPages",
-    "SIGNAL_KINDS",
     "Signal",
     "SignalError",
 ]

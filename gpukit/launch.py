@@ -1,6 +1,7 @@
 """From a checked call to the driver: kernels by handle, one launch path for both languages, eager and prepared.
 
-An op's *plan* checks its arguments and says what to launch; `operation` turns the plan into the public function, with `.prepare` beside it.
+An op is a function under `operation` that checks its arguments and ends with `Kernel.launch`, or with `host` or `nothing`; `.prepare` runs the same
+function, but keeps what would have been launched.
 Every kernel parameter is eight bytes (an address or an int64; CUDA C also takes doubles), so one packed buffer serves every kernel and a launch
 is one `cuLaunchKernel` with arguments written in place. Kernels are compiled by `compile` and loaded here, on first use or by `warmup`.
 """
@@ -20,7 +21,7 @@ from gpukit.arrays import HOST
 from gpukit.compile import count_loaded, cubin
 from gpukit.errors import ArgumentError, ColdKernelError, DeviceError, ForkError
 
-__all__ = ["IDS", "Kernel", "Operation", "Plan", "PreparedCall", "execute", "host", "kernels", "nothing", "operation", "warmup"]
+__all__ = ["IDS", "Kernel", "Operation", "Plan", "PreparedCall", "host", "kernels", "nothing", "operation", "warmup"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,6 +38,15 @@ _HANDLES_OF_DEFAULT_STREAMS = (0, 1, 2)
 
 _kernels: list[Kernel] = []
 _load_lock = threading.RLock()
+
+
+class _Mode(threading.local):
+    """Whether this thread's next launch is to be planned, not made."""
+
+    planning = False
+
+
+_mode = _Mode()
 
 
 class _Packed:
@@ -102,6 +112,28 @@ class Kernel:
                 self.handles[(variant, device)] = handle
         return handle
 
+    def launch(
+        self, variant: tuple[str, ...], device: int, stream: int, blocks: int, threads: int, arguments: tuple[Any, ...], result: Any = None
+    ) -> Any:
+        """What an op on device arrays ends with: launch a variant on a stream and return `result`."""
+        if _mode.planning:
+            return (self, variant, device, stream, blocks, threads, arguments, result)
+        handle = self.handles.get((variant, device)) or self.load(variant, device, stream)
+        try:
+            packed = _free_buffers.pop()
+        except IndexError:
+            packed = _Packed()
+        (self.pack_into or self.make_packer(arguments))(packed.buffer, 0, *arguments)
+        try:
+            _launch_kernel(handle, blocks, 1, 1, threads, 1, 1, 0, stream, packed.pointer, 0)
+        except ForkError:
+            raise
+        except Exception:
+            _submit(device, stream, (handle, blocks, 1, 1, threads, 1, 1, 0, stream, packed.pointer, 0))
+        # The driver copied the arguments before it returned.
+        _free_buffers.append(packed)
+        return result
+
     def make_packer(self, arguments: tuple[Any, ...]) -> Callable[..., None]:
         """Remember how this kernel's arguments are packed: their number and which are doubles never change."""
         self.pack_into = struct.Struct("=" + "".join("d" if isinstance(value, float) else "q" for value in arguments)).pack_into
@@ -122,7 +154,7 @@ class Kernel:
             finally:
                 devices.call(bindings.cuThreadExchangeStreamCaptureMode(mode), "cuThreadExchangeStreamCaptureMode")
         # The context-free handle runs in the context of the stream it is launched on.
-        return bindings.CUfunction(int(kernel))
+        return int(kernel)
 
 
 @functools.cache
@@ -161,7 +193,7 @@ def warmup(device: int = 0, subjects: Sequence[str] | None = None) -> None:
     >>> warmup(subjects=["no_such_subject"])
     Traceback (most recent call last):
     ...
-    gpukit.errors.ArgumentError: subjects: expected some of free_list, metadata, page_copy, page_table, sliding_window, got no_such_subject
+    gpukit.errors.ArgumentError: subjects: expected some of calibration, free_list, ..., sliding_window, got no_such_subject
     """
     known = sorted({kernel.subject for kernel in kernels()})
     unknown = [subject for subject in subjects or () if subject not in known]
@@ -175,10 +207,32 @@ def warmup(device: int = 0, subjects: Sequence[str] | None = None) -> None:
 
 def _bind_driver() -> None:
     """Take the driver's launch function, before the first kernel is loaded and so before any launch."""
-    global _launch_kernel, _many_devices
+    global _launch_kernel
     if not _launch_kernel:
-        _launch_kernel = devices.driver().cuLaunchKernel
-        _many_devices = devices.count() > 1
+        _launch_kernel = _quickest_launch()
+
+
+def _quickest_launch() -> Callable[..., None]:
+    """A function that calls cuLaunchKernel and raises if the driver refuses: CuPy's binding, half a microsecond quicker, else cuda.bindings'."""
+    try:
+        # CuPy's binding layer alone: it imports neither CuPy nor anything else.
+        from cupy_backends.cuda.api.driver import launchKernel
+    except ImportError:
+        bindings = devices.driver()
+
+        def launchKernel(*call: Any) -> None:
+            devices.call(bindings.cuLaunchKernel(*call), "cuLaunchKernel")
+
+    if devices.count() == 1:
+        return launchKernel  # type: ignore[no-any-return]
+
+    def launch_where_the_stream_lives(*call: Any) -> None:
+        # With several devices a default stream does not say in whose context it runs; the careful way takes it from the arrays.
+        if call[8] in _HANDLES_OF_DEFAULT_STREAMS:
+            raise DeviceError("a default stream needs the context of its arrays' device")
+        launchKernel(*call)
+
+    return launch_where_the_stream_lives
 
 
 def _refuse_after_fork(*arguments: Any) -> Any:
@@ -186,7 +240,6 @@ def _refuse_after_fork(*arguments: Any) -> Any:
 
 
 _launch_kernel: Any = None
-_many_devices = False
 _forked = False
 
 
@@ -201,56 +254,30 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _submit(device: int, stream: int, call: tuple[Any, ...]) -> None:
-    """Launch in the device's context where the stream does not name one, and explain what the driver refused."""
+    """Launch in the device's context where the stream does not name one, and explain what the driver refuses."""
+    launch = devices.driver().cuLaunchKernel
     if stream in _HANDLES_OF_DEFAULT_STREAMS:
         with devices.current(device):
-            status = _launch_kernel(*call)[0]
+            status = launch(*call)[0]
     else:
-        status = _launch_kernel(*call)[0]
+        status = launch(*call)[0]
     if status == 0:
         return
-    name = getattr(status, "name", str(status))
-    if name in ("CUDA_ERROR_INVALID_HANDLE", "CUDA_ERROR_INVALID_CONTEXT", "CUDA_ERROR_CONTEXT_IS_DESTROYED"):
-        raise ArgumentError(f"stream: expected a live stream of device {device}, got handle {stream:#x} ({name})")
-    raise DeviceError(f"cuLaunchKernel failed: {name}")
+    if status.name in ("CUDA_ERROR_INVALID_HANDLE", "CUDA_ERROR_INVALID_CONTEXT", "CUDA_ERROR_CONTEXT_IS_DESTROYED"):
+        raise ArgumentError(f"stream: expected a live stream of device {device}, got handle {stream:#x} ({status.name})")
+    raise DeviceError(f"cuLaunchKernel failed: {status.name}")
 
 
-def execute(
-    kernel: Kernel | None,
-    variant: tuple[str, ...],
-    device: int,
-    stream: int,
-    blocks: int,
-    threads: int,
-    arguments: Any,
-    result: Any,
-) -> Any:
-    """Run a plan and return its result."""
-    if kernel is None:
-        return arguments() if arguments else result
-    handle = kernel.handles.get((variant, device)) or kernel.load(variant, device, stream)
-    try:
-        packed = _free_buffers.pop()
-    except IndexError:
-        packed = _Packed()
-    (kernel.pack_into or kernel.make_packer(arguments))(packed.buffer, 0, *arguments)
-    if (_many_devices and stream in _HANDLES_OF_DEFAULT_STREAMS) or _launch_kernel(
-        handle, blocks, 1, 1, threads, 1, 1, 0, stream, packed.pointer, 0
-    )[0] != 0:
-        _submit(device, stream, (handle, blocks, 1, 1, threads, 1, 1, 0, stream, packed.pointer, 0))
-    # The driver copied the arguments before it returned.
-    _free_buffers.append(packed)
-    return result
+def host(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What an op on NumPy arrays ends with: the call of its reference."""
+    if _mode.planning:
+        return (None, (), HOST, 0, 0, 0, functools.partial(function, *args, **kwargs), None)
+    return function(*args, **kwargs)
 
 
-def host(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
-    """Plan of a call on NumPy arrays: the reference itself."""
-    return (None, (), HOST, 0, 0, 0, functools.partial(function, *args, **kwargs), None)
-
-
-def nothing(result: Any = None) -> Plan:
-    """Plan of a call that has nothing to launch."""
-    return (None, (), HOST, 0, 0, 0, None, result)
+def nothing(result: Any = None) -> Any:
+    """What an op ends with that has nothing to launch."""
+    return (None, (), HOST, 0, 0, 0, None, result) if _mode.planning else result
 
 
 class PreparedCall(Generic[R]):
@@ -278,7 +305,11 @@ class PreparedCall(Generic[R]):
     def __call__(self) -> R:
         if self._call is None:
             return self._instead() if self._instead else self.result  # type: ignore[no-any-return]
-        if (_many_devices and self._stream in _HANDLES_OF_DEFAULT_STREAMS) or _launch_kernel(*self._call)[0] != 0:
+        try:
+            _launch_kernel(*self._call)
+        except ForkError:
+            raise
+        except Exception:
             _submit(self._device, self._stream, self._call)
         return self.result  # type: ignore[no-any-return]
 
@@ -286,10 +317,12 @@ class PreparedCall(Generic[R]):
 class Operation(Protocol[P, R_co]):
     """A public op: call it, or `prepare` it."""
 
-    __wrapped__: Callable[P, Any]
-
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
         """Check the arguments and launch."""
+        ...
+
+    def plan(self, *args: P.args, **kwargs: P.kwargs) -> Plan:
+        """Check the arguments and say what would be launched."""
         ...
 
     def prepare(self, *args: P.args, **kwargs: P.kwargs) -> PreparedCall[Any]:
@@ -300,16 +333,20 @@ class Operation(Protocol[P, R_co]):
         ...
 
 
-def operation(plan: Callable[P, Any]) -> Operation[P, Any]:
-    """Make the public op of a plan function: a function that checks the arguments and returns a `Plan`."""
+def operation(function: Callable[P, R]) -> Operation[P, R]:
+    """Give an op its `plan` and `prepare`. The function itself stays as it is: a call of it has no layer in between."""
 
-    @functools.wraps(plan)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return execute(*plan(*args, **kwargs))
+    def plan(*args: P.args, **kwargs: P.kwargs) -> Plan:
+        _mode.planning = True
+        try:
+            return cast("Plan", function(*args, **kwargs))
+        finally:
+            _mode.planning = False
 
-    def prepare(*args: Any, **kwargs: Any) -> PreparedCall[Any]:
+    def prepare(*args: P.args, **kwargs: P.kwargs) -> PreparedCall[Any]:
         return PreparedCall(plan(*args, **kwargs), (args, tuple(kwargs.values())))
 
-    prepare.__doc__ = Operation.prepare.__doc__
-    call.prepare = prepare  # type: ignore[attr-defined]
-    return cast("Operation[P, Any]", call)
+    op = cast("Any", function)
+    op.plan, op.prepare = plan, prepare
+    plan.__doc__, prepare.__doc__ = Operation.plan.__doc__, Operation.prepare.__doc__
+    return cast("Operation[P, R]", function)

@@ -45,9 +45,7 @@ def handle_of(stream: Any) -> int:
         # Numba keeps a ctypes pointer, whose value is None for the default stream.
         if value is not None and hasattr(value, "value"):
             return int(value.value or 0)
-    raise ArgumentTypeError(
-        f"stream: expected None, an int handle, or a stream of torch, CuPy, Numba or cuda.core, got {type(stream).__name__}"
-    )
+    raise ArgumentTypeError(f"stream: expected None, an int handle, or a stream of torch, CuPy, Numba or cuda.core, got {type(stream).__name__}")
 
 
 def _current_cupy(array: Any) -> int:

@@ -51,10 +51,3 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
     if "size" in metafunc.fixturenames:
         metafunc.parametrize("size", (SimulatedDevice if SIMULATOR else CupyDevice).sizes)
-
-
-@pytest.fixture(autouse=True)
-def _doctest_names(doctest_namespace: dict[str, Any]) -> None:
-    import numpy
-
-    doctest_namespace["np"] = numpy

@@ -1,4 +1,4 @@
-"""The intake of arrays and streams: what is read, what is refused and in which words. Device arrays are doubles here; the real ones are in test_gpu_calls."""
+"""The intake of arrays and streams: what is read, what is refused and in which words. Device arrays are doubles here, real in test_gpu_calls."""
 
 from __future__ import annotations
 

@@ -122,6 +122,17 @@ def test_every_library_on_every_stream(library: str, stream_kind: str) -> None:
     assert type(out).__module__.partition(".")[0] == expected
 
 
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("op", every_op(), ids=lambda op: op.name)
+def test_every_op_of_every_library_equals_numpy(op: Any, library: str) -> None:
+    here, there = op.make(np.copy), op.make(LIBRARIES[library])
+    for _ in range(2):
+        op.run(here)
+        op.run(there)
+    for name, array in op.arrays(here).items():
+        np.testing.assert_array_equal(to_numpy(op.arrays(there)[name]), array, err_msg=name)
+
+
 def test_libraries_mix_on_one_device() -> None:
     v2p, p2v = page_table.empty(9)
     tables = _torch(v2p), _cupy(p2v)

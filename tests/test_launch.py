@@ -24,7 +24,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
 
 
 def run(stream: int = 77, device: int = 0, arguments: tuple[int, ...] = (11, 12, -13)) -> object:
-    return launch.execute(KERNEL, VARIANT, device, stream, 3, 256, arguments, "result")
+    return KERNEL.launch(VARIANT, device, stream, 3, 256, arguments, "result")
 
 
 def test_arguments_reach_the_driver_eight_bytes_each(driver: FakeDriver) -> None:

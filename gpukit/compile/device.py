@@ -17,12 +17,12 @@ from numba.cuda import config as _config
 __all__ = [
     "BLOCK",
     "EXHAUSTED",
-    "KernelSource",
     "MISMATCH",
     "OCCUPIED",
     "OUT_OF_RANGE",
     "REBOUND",
     "UNBOUND",
+    "KernelSource",
     "atomic_add",
     "atomic_compare_exchange",
     "atomic_exchange",
@@ -34,6 +34,8 @@ __all__ = [
     "int64",
     "is_null",
     "kernel",
+    "load_word",
+    "misaligned_by",
     "uint32",
 ]
 
@@ -104,6 +106,12 @@ if SIMULATED:
 
     def is_null(pointer: Any) -> bool:
         return pointer is None
+
+    def misaligned_by(pointer: Any) -> int:
+        return int(pointer.address) & 7
+
+    def load_word(pointer: Any, index: int) -> int:
+        return int.from_bytes(bytes(int(pointer[index + byte]) for byte in range(8)), "little", signed=True)
 
     def count(signal: Any, kind: int, amount: int) -> None:
         if signal is not None:
@@ -177,6 +185,27 @@ else:
             return cgutils.is_null(builder, arguments[0])
 
         return types.boolean(pointer), generate
+
+    @intrinsic
+    def misaligned_by(typing_context: Any, pointer: Any) -> Any:
+        """How many bytes an address lies behind a multiple of eight."""
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            address = _address(context, builder, signature.args[0], arguments[0], context.get_constant(types.int64, 0))
+            number = builder.ptrtoint(address, context.get_value_type(types.int64))
+            return builder.and_(number, context.get_constant(types.int64, 7))
+
+        return types.int64(pointer), generate
+
+    @intrinsic
+    def load_word(typing_context: Any, pointer: Any, index: Any) -> Any:
+        """The eight bytes at an element of a byte array, as one int64; the address must be a multiple of eight."""
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            address = _address(context, builder, signature.args[0], arguments[0], arguments[1])
+            return builder.load(builder.bitcast(address, context.get_value_type(types.int64).as_pointer()))
+
+        return types.int64(pointer, types.int64), generate
 
     @device_function
     def count(signal: Any, kind: int, amount: int) -> None:

@@ -54,9 +54,7 @@ def to_ptx(source: device.KernelSource, variant: tuple[str, ...], arch: str) -> 
         # Overloads of device functions are kept per types, not per architecture.
         for function in device.device_functions:
             function.overloads.clear()
-        ptx, _ = cuda.compile(
-            source.function, _signature(source, variant), device=False, abi="numba", cc=capability, output="ptx", opt=True
-        )
+        ptx, _ = cuda.compile(source.function, _signature(source, variant), device=False, abi="numba", cc=capability, output="ptx", opt=True)
     except Exception as error:
         raise CompileError(f"kernel {source.function.__name__}{list(variant)} does not compile for {arch}: {error}") from error
     finally:

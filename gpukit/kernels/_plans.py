@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gpukit import arrays, devices
-from gpukit.arrays import describe, output, place
+from gpukit.arrays import ITEMSIZE, describe, output, place
 from gpukit.errors import ArgumentError, ArgumentTypeError, Signal
 
 __all__ = [
@@ -26,15 +26,15 @@ __all__ = [
 THREADS = 256
 
 _INT64 = ("int64",)
+_ONLY = {dtype: (dtype,) for dtype in ITEMSIZE}
 
 
 def table(array: Any, name: str, device: int) -> tuple[int, int]:
     """Pointer and row count of a page table: int64, contiguous, writable, at least the sink and the sentinel."""
-    found = output(array, name, _INT64, device)
-    rows = found[1]
+    pointer, rows, _, _ = output(array, name, _INT64, device)
     if rows < 2:
         raise ArgumentError(f"{name}: expected at least 2 rows (sink and sentinel), got {rows}")
-    return found[0], rows
+    return pointer, rows
 
 
 def read_table(array: Any, name: str, device: int) -> tuple[int, int]:
@@ -82,7 +82,7 @@ def signal_pointer(signal: Signal | None, device: int) -> int:
 def out_vector(out: Any, name: str, length: int, dtype: str, device: int, like: Any, stream: int) -> tuple[Any, int]:
     """The given output after a check, or a new one in the library of `like`, and its pointer."""
     if out is not None:
-        return out, output(out, name, (dtype,), device, length)[0]
+        return out, output(out, name, _ONLY[dtype], device, length)[0]
     return allocate(name, length, dtype, like, stream)
 
 

@@ -1,4 +1,4 @@
-"""One call on two sides: NumPy arrays, which run the reference, and device copies of them, which run the kernel. Then everything is compared."""
+"""One call on two sides: NumPy arrays, which run the reference, and device copies, which run the kernel. Then everything is compared."""
 
 from __future__ import annotations
 

@@ -66,6 +66,11 @@ class CheckedPointer:
         self._elements = elements
         self._offset = offset
 
+    @property
+    def address(self) -> int:
+        """Where it points."""
+        return int(self._elements.ctypes.data) + self._offset * self._elements.itemsize
+
     def _position(self, index: Any) -> int:
         position = self._offset + int(index)
         if not 0 <= position < len(self._elements):
@@ -125,9 +130,7 @@ class SimulatedDevice(Device):
             strides = None if values.flags.c_contiguous else tuple(stride // values.itemsize for stride in values.strides)
             return values.ctypes.data, values.dtype.name, values.shape, strides, 0, True
 
-        def execute(kernel: Any, variant: Any, device: int, stream: int, blocks: int, threads: int, arguments: Any, result: Any) -> Any:
-            if kernel is None:
-                return arguments() if arguments else result
+        def simulate(kernel: Any, variant: Any, device: int, stream: int, blocks: int, threads: int, arguments: Any, result: Any = None) -> Any:
             assert variant in kernel.variants, f"{kernel} declares {kernel.variants}, was launched as {variant}"
             source = kernel_source(kernel.subject, kernel.name)
             bound = dict(zip(source.type_variables, variant, strict=True))
@@ -150,7 +153,7 @@ class SimulatedDevice(Device):
         monkeypatch.setitem(arrays._readers, SimulatedArray, describe)
         monkeypatch.setitem(streams._readers, SimulatedArray, lambda array: 0)
         monkeypatch.setattr(arrays, "empty", empty)
-        monkeypatch.setattr(launch, "execute", execute)
+        monkeypatch.setattr(launch.Kernel, "launch", simulate)
         monkeypatch.setattr(devices, "is_capturing", lambda stream: False)
         monkeypatch.setattr(devices, "DeviceCounters", self._counters)
         monkeypatch.setattr(devices, "AsyncReader", self._reader)

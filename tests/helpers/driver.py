@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import sys
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -51,7 +52,8 @@ class FakeDriver:
         monkeypatch.setattr(devices, "architecture", lambda device: "sm_90")
         monkeypatch.setattr(launch, "cubin", lambda *key: b"\x7fELF" + repr(key).encode())
         monkeypatch.setattr(launch, "_launch_kernel", None)
-        monkeypatch.setattr(launch, "_many_devices", False)
+        # CuPy's binding would reach for the real driver.
+        monkeypatch.setitem(sys.modules, "cupy_backends.cuda.api.driver", None)
         for kernel in launch.kernels():
             monkeypatch.setattr(kernel, "handles", {})
             monkeypatch.setattr(kernel, "pack_into", None)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gpukit.kernels import page_table
+from gpukit.kernels import free_list, metadata, page_copy, page_table, sliding_window
 from gpukit.kernels.free_list import DevicePages
 
 Make = Callable[[np.ndarray], Any]
@@ -82,6 +82,150 @@ def page_table_ops() -> list[OpCase]:
     ]
 
 
+def free_list_ops() -> list[OpCase]:
+    rng = np.random.default_rng(1)
+    prefix = rng.integers(0, 50, 30)
+    seq = prefix + rng.integers(0, 40, 30)
+    pages = int((-(-seq // 16) + (-prefix // 16)).sum())
+    last = np.where(prefix > 0, 16 * 9 + prefix % 16 - 1, -1)
+    tokens = int((seq - prefix).sum())
+    return [
+        OpCase(
+            "gather_extend",
+            free_list.gather_extend,
+            {"free": np.arange(1, pages + 1), "prefix": prefix, "seq": seq, "last": last, "out": np.zeros(tokens, np.int64)},
+            lambda a: (
+                (a["prefix"], a["seq"], a["last"], a["free"], 16),
+                {"num_tokens": tokens, "num_pages": pages, "out": a["out"]},
+            ),
+        ),
+        OpCase(
+            "gather_decode",
+            free_list.gather_decode,
+            {"seq": seq + 1, "last": 16 * 9 + seq % 16 - 1, "free": np.arange(1, 31), "out": np.zeros(30, np.int64)},
+            lambda a: ((a["seq"], a["last"], a["free"], 16), {"out": a["out"]}),
+        ),
+        OpCase(
+            "compact",
+            free_list.compact,
+            {"ids": rng.integers(0, 99, 700), "keep": rng.random(700) < 0.5, "out": np.zeros(700, np.int64), "length": np.zeros(1, np.int64)},
+            lambda a: ((a["ids"], a["keep"]), {"out": a["out"], "out_len": a["length"]}),
+        ),
+    ]
+
+
+def sliding_window_ops() -> list[OpCase]:
+    rows = (np.arange(1, 161).reshape(4, 40)[:, :, None] * 8 + np.arange(8)).reshape(4, 320)
+    return [
+        OpCase(
+            "retire",
+            sliding_window.retire,
+            {"rows": rows, "starts": np.array([0, 8, 16, 0]), "stops": np.array([160, 8, 320, 24]), **_tables(400)},
+            lambda a: ((a["rows"], a["starts"], a["stops"], 8, a["v2p"], a["p2v"], a["pages"]), {}),
+            {"pages": 400},
+        ),
+        OpCase(
+            "free_segment",
+            sliding_window.free_segment,
+            {"row": rows[0], **_tables(400), **{f"other_{name}": table for name, table in _tables(400).items()}},
+            lambda a: (
+                (a["row"], 0, 8, a["v2p"], a["p2v"], a["other_v2p"], a["other_p2v"], a["virtual"], a["owner"], a["other"]),
+                {},
+            ),
+            {"virtual": 400, "owner": 400, "other": 400},
+        ),
+    ]
+
+
+def metadata_ops() -> list[OpCase]:
+    rng = np.random.default_rng(2)
+    rows = rng.integers(16, 290 * 16, (6, 200))
+    lens = np.array([0, 200, 17, 64, 1, 130])
+    starts = np.concatenate(([0], np.cumsum(lens))).astype(np.int32)
+    batch = {"rows": rows, "lens": lens, **_tables()}
+    table, stream = np.zeros((6, 13), np.int32), np.zeros(420, np.int32)
+
+    def spaces(a: dict[str, Any]) -> Any:
+        return metadata.AddressSpaces(a["v2p"])
+
+    return [
+        OpCase(
+            "read_table",
+            metadata.read_table,
+            batch | {"out": table},
+            lambda a: ((a["rows"], a["lens"], a["v2p"], 16), {"out": a["out"], "zero_tail": True}),
+        ),
+        OpCase(
+            "read_stream",
+            metadata.read_stream,
+            batch | {"indptr": starts, "out": stream},
+            lambda a: ((a["rows"], a["lens"], a["v2p"], 16, a["indptr"]), {"out": a["out"]}),
+        ),
+        OpCase(
+            "read_table_and_stream",
+            metadata.read_table_and_stream,
+            batch | {"indptr": starts, "table": table, "stream": stream},
+            lambda a: ((a["rows"], a["lens"], a["v2p"], 16, a["indptr"]), {"table_out": a["table"], "stream_out": a["stream"]}),
+        ),
+        OpCase(
+            "decode_metadata",
+            metadata.decode_metadata,
+            batch | {"lengths": np.zeros(6, np.int32), "sums": np.zeros(7, np.int32), "full": table, "swa": table + 1},
+            lambda a: (
+                (a["rows"], a["lens"], spaces(a), 16),
+                {"lengths_out": a["lengths"], "cu_lengths_out": a["sums"], "full_out": a["full"], "swa_out": a["swa"]},
+            ),
+        ),
+        OpCase(
+            "gather_translate_window",
+            metadata.gather_translate_window,
+            batch | {"widths": np.array([1, 0, 4, 4, 2, 4]), "full": np.zeros(20, np.int64), "virtual": np.zeros(20, np.int64)},
+            lambda a: (
+                (a["rows"], a["widths"], a["widths"], (a["v2p"],), 16),
+                {"outs": (a["full"],), "virtual_out": a["virtual"]},
+            ),
+        ),
+        OpCase(
+            "replay_state_indices",
+            metadata.replay_state_indices,
+            {"requests": np.array([3, 0, 2, 9, 9]), "mapping": np.array([5, 6, 7, 8]), **_tables(), "out": np.zeros(5, np.int32)},
+            lambda a: ((a["requests"], a["mapping"], a["v2p"], 3, 4, a["out"]), {}),
+        ),
+    ]
+
+
+def page_copy_ops() -> list[OpCase]:
+    rng = np.random.default_rng(3)
+    buffer = rng.integers(0, 256, 64 * 4096).astype(np.uint8)
+    return [
+        OpCase(
+            "move_pages",
+            page_copy.move_pages,
+            {"buffer": buffer, "s": np.arange(1, 20), "d": np.arange(40, 59)},
+            lambda a: ((a["buffer"], 4096, a["s"], a["d"]), {}),
+        ),
+        OpCase("shift_pages", page_copy.shift_pages, {"buffer": buffer}, lambda a: ((a["buffer"], 4096, 3, 20, 2), {})),
+        OpCase(
+            "zero_pages",
+            page_copy.zero_pages,
+            {"buffer": buffer, "pages": np.array([1, 5, 63])},
+            lambda a: ((a["buffer"], 4096, a["pages"]), {}),
+        ),
+        OpCase(
+            "store_kv",
+            page_copy.store_kv,
+            {
+                "k": rng.integers(0, 99, (9, 64)).astype(np.uint16),
+                "v": rng.integers(0, 99, (9, 48)).astype(np.uint16),
+                "where": np.array([3, 0, -1, 9, 4, 5, 6, 7, 8]),
+                "keys": np.zeros((12, 64), np.uint16),
+                "values": np.zeros((12, 48), np.uint16),
+            },
+            lambda a: ((a["k"], a["v"], a["where"], a["keys"], a["values"]), {}),
+        ),
+    ]
+
+
 def every_op() -> list[OpCase]:
     """All of them."""
-    return page_table_ops()
+    return [*page_table_ops(), *free_list_ops(), *sliding_window_ops(), *metadata_ops(), *page_copy_ops()]

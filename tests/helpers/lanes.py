@@ -1,7 +1,7 @@
-"""A block of the Numba simulator whose threads take turns: several times faster than Numba's own, which polls its threads, and the same every time.
+"""A block of the Numba simulator whose threads take turns: several times faster than Numba's own, which polls, and the same every time.
 
 Each thread runs until it reaches a barrier or ends, then hands over to the next. The order turns round at every barrier, so a kernel that
-lacks a barrier gives a wrong result in one direction or the other. A thread that waits for another one of its block without a barrier hangs.
+lacks a barrier gives a wrong result in one direction or the other. A thread that waits for another one without a barrier hangs.
 """
 
 from __future__ import annotations
@@ -14,33 +14,40 @@ import numpy as np
 
 
 class Lane(threading.Thread):
-    """One simulated thread. Numba's `cuda` module reads `threadIdx` and `blockIdx` from it, and calls `syncthreads`."""
+    """One simulated thread after another. Numba's `cuda` module reads `threadIdx` and `blockIdx` from it, and calls `syncthreads`."""
 
-    def __init__(self, block: Block, body: Callable[[], None], block_index: Any, thread_index: Any, thread_id: int):
-        super().__init__(target=body, daemon=True)
-        self.block = block
-        self.blockIdx = block_index
-        self.threadIdx = thread_index
-        self.thread_id = thread_id
-        # Held except for the moment in which the turn is passed on.
+    block: Block
+    body: Callable[[], None]
+    blockIdx: Any
+    threadIdx: Any
+    thread_id: int
+    ended: bool
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        # Held, except at the moment in which the turn is passed on.
         self.turn = threading.Lock()
         self.turn.acquire()
-        self.ended = False
 
     def run(self) -> None:
-        self.turn.acquire()
-        try:
-            super().run()
-        except BaseException as error:
-            self.block.failures.append((self.thread_id, error))
-        self.ended = True
-        self.block.hand_over()
+        while True:
+            self.turn.acquire()
+            try:
+                self.body()
+            except BaseException as error:
+                self.block.failures.append((self.thread_id, error))
+            self.ended = True
+            self.block.hand_over()
 
     def syncthreads(self) -> None:
         self.block.hand_over()
         self.turn.acquire()
         if self.block.failures:
             raise SystemExit
+
+
+# Starting a thread takes longer than most of them run. The simulator runs one block at a time.
+_lanes: list[Lane] = []
 
 
 class Block:
@@ -61,11 +68,14 @@ class Block:
     def run(self, block_point: Any, *args: Any) -> None:
         from numba.cuda.simulator.kernelapi import Dim3
 
-        block_index = Dim3(*block_point)
-        points = np.ndindex(*self._block_dim)
-        lanes = [Lane(self, lambda: self._function(*args), block_index, Dim3(*point), i) for i, point in enumerate(points)]
-        for lane in lanes:
-            lane.start()
+        points = list(np.ndindex(*self._block_dim))
+        while len(_lanes) < len(points):
+            _lanes.append(Lane())
+            _lanes[-1].start()
+        lanes = _lanes[: len(points)]
+        for thread_id, (lane, point) in enumerate(zip(lanes, points, strict=True)):
+            lane.block, lane.body, lane.ended = self, lambda: self._function(*args), False
+            lane.blockIdx, lane.threadIdx, lane.thread_id = Dim3(*block_point), Dim3(*point), thread_id
         while lanes:
             self._waiting = lanes[::-1]
             self.hand_over()

@@ -1,4 +1,4 @@
-"""Brute-force models of the paging ops, in plain Python, and the strategies that build their inputs.
+"""Brute-force models of the paging ops, in plain Python, and the cases to try them on.
 
 A sub-pool is a dictionary from virtual to physical page, a ring is a list, and every op is a loop over single ids that reads
 like the specification. Nothing is shared with the code under test, not even the formulas where a walk will do instead.
@@ -263,35 +263,75 @@ def read_stream(rows, lengths, tables, page_size, indptr, out, request_indices, 
                 out[at] = tables.token(token, page_size, counts)
 
 
-# Strategies
+# Cases
 
+
+class Pick:
+    """Random choices of one seed. Chosen this way, and not one by one by hypothesis, most cases have something to do."""
+
+    def __init__(self, seed: int):
+        self.seed = seed
+        self.rng = np.random.default_rng(seed)
+
+    def __repr__(self):
+        return f"Pick({self.seed})"
+
+    def __call__(self, options):
+        """One of a sequence."""
+        return options[int(self.rng.integers(len(options)))]
+
+    def many(self, n, options):
+        return [self(options) for _ in range(n)]
+
+    def size(self, most):
+        """A number from 0 to `most`, seldom 0."""
+        return self([0, *range(1, most + 1), *range(1, most + 1)])
+
+    def pages(self, n, count, likely=()):
+        """Ids around a table of `count` pages: mostly the likely ones, else any valid one, or 0, negative, the sentinel, past the end."""
+        bad = [0, -1, -2, -count - 1, count, count + 1, count + 1000]
+        good = range(1, count) if count > 1 else bad
+        return [self(self([list(likely) or good, list(likely) or good, list(likely) or good, good, bad])) for _ in range(n)]
+
+    def tokens(self, n, count, page_size, likely=()):
+        """Token ids of such pages."""
+        return [page * page_size + int(self.rng.integers(page_size)) for page in self.pages(n, count, likely)]
+
+    def tables(self, num_virtual=None):
+        """A sub-pool, tiny or of up to a dozen pages, and mostly bound; either side may be the longer."""
+        sizes = [1, 2, 3, 6, 7, 8, 9, 10, 11, 12, 12, 12]
+        num_virtual = self(sizes) if num_virtual is None else num_virtual
+        num_physical = self(sizes)
+        virtual = (1 + self.rng.permutation(num_virtual - 1)).tolist()
+        physical = (1 + self.rng.permutation(num_physical - 1)).tolist()
+        most = min(len(virtual), len(physical))
+        bound = self([most, most, most // 2, 0])
+        return Tables(num_virtual, num_physical, dict(zip(virtual[:bound], physical[:bound], strict=True)))
+
+    def rows(self, height, model, page_size, granularity="token"):
+        """Rows of up to five pages each; a token-granular width need not be whole pages."""
+        pages = self.size(5)
+        rows = [self.pages(pages, model.num_virtual, model.where) for _ in range(height)]
+        if granularity == "token":
+            cut = int(self.rng.integers(page_size)) if pages else 0
+            rows = [[v * page_size + i for v in row for i in range(page_size)][: pages * page_size - cut] for row in rows]
+        return rows
+
+    def requests(self, rows, lanes):
+        """Row of each lane: given or not, mostly there, else one before or one past. Without indices lane b has row b."""
+        if lanes <= rows and self([False, True]):
+            return list(range(lanes)), False
+        return self.many(lanes, [*range(rows)] * 4 + [-1, rows]), True
+
+    def view(self, values, dtype=None, axis=-1):
+        """A read-only array of the values, int32 or int64, of any stride."""
+        return as_view(values, dtype or self([np.int32, np.int64]), self(["plain", "step", "reverse"]), axis)
+
+
+picks = st.integers(0, 2**32 - 1).map(Pick)
 page_sizes = st.sampled_from(PAGE_SIZES)
 id_dtypes = st.sampled_from([np.int32, np.int64])
 view_styles = st.sampled_from(["plain", "step", "reverse"])
-
-
-def page_ids(count: int):
-    """Ids around a table of `count` pages: mostly valid, and 0, negative, the sentinel row, past the end."""
-    bad = st.sampled_from([0, -1, -2, -count - 1, count, count + 1, count + 1000])
-    good = st.integers(1, count - 1) if count > 1 else bad
-    return st.one_of(good, good, good, bad)
-
-
-def token_ids(count: int, page_size: int):
-    """Token ids around a table of `count` pages, and -1."""
-    tokens = st.tuples(page_ids(count), st.integers(0, page_size - 1)).map(lambda pair: pair[0] * page_size + pair[1])
-    return st.one_of(tokens, tokens, tokens, tokens, st.just(-1))
-
-
-@st.composite
-def tables(draw, max_pages: int = 12, num_virtual: int | None = None):
-    """A sub-pool with some pages bound; either side may be the longer."""
-    num_virtual = draw(st.integers(1, max_pages)) if num_virtual is None else num_virtual
-    num_physical = draw(st.integers(1, max_pages))
-    virtual = draw(st.permutations(range(1, num_virtual)))
-    physical = draw(st.permutations(range(1, num_physical)))
-    bound = draw(st.integers(0, min(len(virtual), len(physical))))
-    return Tables(num_virtual, num_physical, dict(zip(virtual[:bound], physical[:bound], strict=True)))
 
 
 def as_view(values, dtype, style: str = "plain", axis: int = -1) -> np.ndarray:

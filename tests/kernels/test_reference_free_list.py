@@ -47,42 +47,35 @@ def test_take_writes_only_its_n_entries():
     assert pages.counters.tolist() == [4, 5]
 
 
-@st.composite
-def extensions(draw):
+@examples
+@given(models.picks, models.page_sizes)
+def test_gather_extend(pick, page_size):
     """Requests of which most keep the contract, some break it on purpose."""
-    page_size = draw(models.page_sizes)
-    lengths = st.integers(0, 2 * page_size + 2)
+    lengths = [0, 1, page_size - 1, page_size, page_size + 1, 2 * page_size, *range(2 * page_size + 2)]
     prefix, seq, last = [], [], []
-    for _ in range(draw(st.integers(0, 5))):
-        start = draw(lengths)
-        prefix.append(draw(st.sampled_from([start] * 8 + [-1, -page_size])))
-        seq.append(start + draw(st.one_of(lengths, lengths, lengths, st.just(-1))))
-        kept = -1 if start == 0 else draw(st.integers(0, 9)) * page_size + (start - 1) % page_size
-        last.append(draw(st.sampled_from([kept] * 8 + [kept + 1, kept - 10 * page_size, -1, -2])))
+    flaws = pick([[None] * 10, [None] * 6 + ["prefix", "seq", "last"]])
+    for _ in range(pick.size(5)):
+        flaw, start = pick(flaws), pick(lengths)
+        kept = -1 if start == 0 else pick(range(9)) * page_size + (start - 1) % page_size
+        prefix.append(pick([-1, -page_size]) if flaw == "prefix" else start)
+        seq.append(start - 1 if flaw == "seq" else start + pick(lengths))
+        last.append(pick([kept + 1, kept - 10 * page_size, -1, -2]) if flaw == "last" else kept)
     tokens = sum(max(s - p, 0) for p, s in zip(prefix, seq, strict=True) if p >= 0)
     pages = sum(sum(t % page_size == 0 for t in range(p, s)) for p, s in zip(prefix, seq, strict=True) if p >= 0)
-    num_tokens = max(tokens + draw(st.sampled_from([0, 0, 0, 0, 1, -1, -3, 5])), 0)
-    num_pages = max(pages + draw(st.sampled_from([0, 0, 0, 0, 1, -1])), 0)
-    free = draw(st.lists(st.sampled_from([11, 12, 13, 14, 15, 16, 10**9, 0, -1]), min_size=num_pages, max_size=num_pages + 2))
-    return page_size, prefix, seq, last, free, num_tokens, num_pages
+    num_tokens = max(tokens + pick([0, 0, 0, 0, 1, -1, -3, 5]), 0)
+    num_pages = max(pages + pick([0, 0, 0, 0, 1, -1]), 0)
+    free = pick.many(num_pages + pick([0, 2]), pick([[11, 12, 13, 10**9], [11, 12, 13, 14, 0, -1]]))
 
-
-@examples
-@given(extensions(), models.id_dtypes, models.view_styles)
-def test_gather_extend(case, dtype, style):
-    page_size, prefix, seq, last, free, num_tokens, num_pages = case
     counts, signal = models.Counter(), Signal()
     want = models.gather_extend(prefix, seq, last, free, page_size, num_tokens, num_pages, counts)
     out = np.full(num_tokens + 2, models.POISON)
-    inputs = [models.as_view(values, dtype, style) for values in (prefix, seq, last)]
-    pages = models.as_view(free, np.int64, style)
-    got = free_list.gather_extend(
-        *inputs, pages, page_size, num_tokens=num_tokens, num_pages=num_pages, out=out[:num_tokens], signal=signal
-    )
+    inputs = [pick.view(values) for values in (prefix, seq, last)] + [pick.view(free, np.int64)]
+    sizes = dict(num_tokens=num_tokens, num_pages=num_pages)
+    got = free_list.gather_extend(*inputs, page_size, **sizes, out=out[:num_tokens], signal=signal)
     assert got.tolist() == want
     assert out[num_tokens:].tolist() == [models.POISON] * 2
     assert signal.counts() == nonzero(counts)
-    fresh = free_list.gather_extend(*inputs, pages, page_size, num_tokens=num_tokens, num_pages=num_pages)
+    fresh = free_list.gather_extend(*inputs, page_size, **sizes)
     assert fresh.dtype == np.int64 and fresh.tolist() == want
 
 
@@ -105,20 +98,18 @@ def test_gather_extend_survives_absurd_device_lengths():
 
 
 @examples
-@given(st.data())
-def test_gather_decode(data):
-    page_size = data.draw(models.page_sizes)
+@given(models.picks, models.page_sizes)
+def test_gather_decode(pick, page_size):
     seq, last = [], []
-    for _ in range(data.draw(st.integers(0, 7))):
-        length = data.draw(st.one_of(st.integers(-1, 2 * page_size + 1), st.sampled_from([1, page_size + 1])))
-        kept = data.draw(st.integers(0, 9)) * page_size + (length - 2) % page_size
+    for _ in range(pick.size(7)):
+        length = pick([-1, 0, 1, 1, page_size + 1, page_size + 1, *range(1, 2 * page_size + 2)])
+        kept = pick(range(9)) * page_size + (length - 2) % page_size
         seq.append(length)
-        last.append(data.draw(st.sampled_from([kept] * 6 + [-1, kept + 1, kept - 10 * page_size])))
-    free = data.draw(st.lists(st.sampled_from([1, 5, 9, 10**10, 0, -1]), max_size=7))
+        last.append(pick([kept] * 6 + [-1, kept + 1, kept - 10 * page_size]))
+    free = pick.many(pick([0, 2, 7, 8]), pick([[1, 5, 9, 10**10], [1, 5, 0, -1]]))
     counts, signal = models.Counter(), Signal()
     want = models.gather_decode(seq, last, free, page_size, counts)
-    dtype, style = data.draw(models.id_dtypes), data.draw(models.view_styles)
-    inputs = models.as_view(seq, dtype, style), models.as_view(last, dtype, style), models.as_view(free, np.int64, style)
+    inputs = pick.view(seq), pick.view(last), pick.view(free, np.int64)
     out = np.full(len(seq), models.POISON)
     assert free_list.gather_decode(*inputs, page_size, out=out, signal=signal) is out
     assert out.tolist() == want == free_list.gather_decode(*inputs, page_size).tolist()

@@ -15,57 +15,49 @@ from tests.helpers import models
 from tests.helpers.models import POISON
 
 examples = settings(max_examples=120, deadline=None)
+WIDTHS = 0, 1, 2, 3, 4, 6  # of page tables
 
 
 def nonzero(*counters):
     return {kind: count for kind, count in sum(counters, models.Counter()).items() if count}
 
 
-@st.composite
-def batches(draw):
+def make_batch(pick, page_size):
     """Rows, lengths and lanes of a batch, with the options every read op takes."""
-    model, page_size = draw(models.tables()), draw(models.page_sizes)
-    granularity = draw(st.sampled_from(["token", "page"]))
-    pages = draw(st.integers(0, 4))
-    rows = []
-    for _ in range(draw(st.integers(1, 3))):
-        ids = draw(st.lists(models.page_ids(model.num_virtual), min_size=pages, max_size=pages))
-        rows.append(ids if granularity == "page" else [v * page_size + i for v in ids for i in range(page_size)])
-    if granularity == "token" and pages:
-        cut = draw(st.integers(0, page_size - 1))
-        rows = [row[: len(row) - cut] for row in rows]
-    lanes = draw(st.integers(0, 4))
-    by_index = lanes > len(rows) or draw(st.booleans())
-    request = draw(st.lists(st.integers(-1, len(rows)), min_size=lanes, max_size=lanes)) if by_index else list(range(lanes))
-    lens = draw(st.lists(st.integers(-1, 4 * page_size + 2), min_size=lanes, max_size=lanes))
-    delta = draw(st.sampled_from([0, 0, 1, 3]))
-    valid = draw(st.none() | st.integers(-1, lanes + 1))
-    dtype, style = draw(models.id_dtypes), draw(models.view_styles)
+    tables, granularity = pick.tables(), pick(["token", "page"])
+    rows = pick.rows(pick([1, 2, 3]), tables, page_size, granularity)
+    lanes = pick.size(4)
+    request, by_index = pick.requests(len(rows), lanes)
+    # Around every page boundary, and anything.
+    lens = pick.many(lanes, [c * page_size + extra for c in range(6) for extra in (-1, 0, 1)] + [*range(5 * page_size)])
+    delta = pick([0, 0, 1, 3])
+    valid = pick([None, None, *range(-1, lanes + 2)])
     options = dict(
         delta=delta,
         granularity=granularity,
-        request_indices=models.as_view(request, dtype, style) if by_index else None,
-        valid=np.array([valid], dtype=dtype) if valid is not None and draw(st.booleans()) else valid,
+        request_indices=pick.view(request) if by_index else None,
+        valid=pick.view([valid]) if valid is not None and pick([False, True]) else valid,
     )
     counts = models.Counter()
     lengths = models.live_lengths(lens, delta, lanes if valid is None else valid, request, len(rows), counts)
-    request = [r if 0 <= r < len(rows) else 0 for r in request]
-    array = models.as_view(np.reshape(rows, (len(rows), -1)), dtype, style, axis=draw(st.sampled_from([0, 1])))
-    identity = draw(st.integers(0, 4)) == 0
+    identity = pick([False, False, False, True])
     return SimpleNamespace(
-        model=models.Identity() if identity else model,
-        v2p=None if identity else model.arrays()[0],
-        tables=model,
+        model=models.Identity() if identity else tables,
+        v2p=None if identity else tables.arrays()[0],
+        tables=tables,
         page_size=page_size,
         rows=rows,
-        array=array,
-        lens=models.as_view(lens, dtype, style),
+        array=pick.view(np.reshape(rows, (len(rows), -1)), axis=pick([0, 1])),
+        lens=pick.view(lens),
         lengths=lengths,
-        request=request,
+        request=[r if 0 <= r < len(rows) else 0 for r in request],
         options=options,
         granularity=granularity,
         counts=counts,
     )
+
+
+batches = st.builds(make_batch, models.picks, models.page_sizes)
 
 
 def expected_table(case, out, zero_tail, counts):
@@ -80,18 +72,18 @@ def expected_stream(case, indptr, out, counts):
     return want
 
 
-def row_starts(data, lengths):
+def row_starts(pick, lengths):
     """The prefix sum of the lengths; sometimes with rooms that are too small or too large, or a negative start."""
-    indptr = [data.draw(st.sampled_from([0, 0, 0, 2, -1]))]
+    indptr = [pick([0, 0, 0, 2, -1])]
     for length in lengths:
-        indptr.append(indptr[-1] + max(length + data.draw(st.sampled_from([0, 0, 0, -2, 2])), 0))
+        indptr.append(indptr[-1] + max(length + pick([0, 0, 0, -2, 2]), 0))
     return indptr
 
 
 @examples
-@given(batches(), st.data())
-def test_read_table(case, data):
-    zero_tail, width = data.draw(st.booleans()), data.draw(st.integers(0, 6))
+@given(batches, models.picks)
+def test_read_table(case, pick):
+    zero_tail, width = pick([False, True]), pick(WIDTHS)
     out = np.full((len(case.lengths), 2 * width), POISON, dtype=np.int32)[:, ::2]
     want = expected_table(case, out, zero_tail, case.counts)
     signal = Signal()
@@ -102,10 +94,10 @@ def test_read_table(case, data):
 
 
 @examples
-@given(batches(), st.data())
-def test_read_stream(case, data):
-    indptr = row_starts(data, case.lengths)
-    out = np.full(max(indptr[-1] + data.draw(st.sampled_from([0, 0, 3, -2])), 0), POISON, dtype=data.draw(models.id_dtypes))
+@given(batches, models.picks)
+def test_read_stream(case, pick):
+    indptr = row_starts(pick, case.lengths)
+    out = np.full(max(indptr[-1] + pick([0, 0, 3, -2]), 0), POISON, dtype=pick([np.int32, np.int64]))
     want = expected_stream(case, indptr, out, case.counts)
     signal = Signal()
     starts = models.as_view(indptr, np.int32)
@@ -115,9 +107,9 @@ def test_read_stream(case, data):
 
 
 @examples
-@given(batches(), st.data())
-def test_read_table_and_stream(case, data):
-    indptr, width = row_starts(data, case.lengths), data.draw(st.integers(0, 6))
+@given(batches, models.picks)
+def test_read_table_and_stream(case, pick):
+    indptr, width = row_starts(pick, case.lengths), pick(WIDTHS)
     table = np.full((len(case.lengths), width), POISON, dtype=np.int32)
     stream = np.full(max(indptr[-1], 0), POISON, dtype=np.int64)
     want = expected_table(case, table, True, case.counts), expected_stream(case, indptr, stream, case.counts)
@@ -133,13 +125,13 @@ def test_read_table_and_stream(case, data):
 
 
 @examples
-@given(batches(), st.data())
-def test_decode_metadata(case, data):
-    swa = data.draw(models.tables(num_virtual=case.tables.num_virtual))
+@given(batches, models.picks)
+def test_decode_metadata(case, pick):
+    swa = pick.tables(num_virtual=case.tables.num_virtual)
     spaces = {"full": case.v2p, "swa": swa.arrays()[0]}
-    zero_tail, lanes = data.draw(st.booleans()), len(case.lengths)
-    full_out = np.full((lanes, data.draw(st.integers(0, 6))), POISON, dtype=np.int32)
-    swa_out = np.full((lanes, data.draw(st.integers(0, 6))), POISON, dtype=np.int32) if data.draw(st.booleans()) else None
+    zero_tail, lanes = pick([False, True]), len(case.lengths)
+    full_out = np.full((lanes, pick(WIDTHS)), POISON, dtype=np.int32)
+    swa_out = np.full((lanes, pick(WIDTHS)), POISON, dtype=np.int32) if pick([False, True]) else None
     lengths_out, cu_lengths_out = np.full(lanes, POISON, dtype=np.int32), np.full(lanes + 1, POISON, dtype=np.int32)
     want_full = expected_table(case, full_out, zero_tail, case.counts)
     if swa_out is not None:
@@ -178,29 +170,23 @@ def test_decode_metadata_known_answer():
 
 
 @examples
-@given(st.data())
-def test_gather_translate_window(data):
-    page_size = data.draw(models.page_sizes)
-    spaces = [data.draw(models.tables(num_virtual=7)) for _ in range(data.draw(st.integers(0, 2)))]
-    wanted = data.draw(st.booleans()) or not spaces
-    width = data.draw(st.integers(0, 9))
-    rows = data.draw(
-        st.lists(st.lists(models.token_ids(7, page_size), min_size=width, max_size=width), min_size=1, max_size=3),
-    )
-    lanes = data.draw(st.integers(0, 4))
-    by_index = lanes > len(rows) or data.draw(st.booleans())
-    request = data.draw(st.lists(st.integers(-1, len(rows)), min_size=lanes, max_size=lanes)) if by_index else list(range(lanes))
-    starts = data.draw(st.lists(st.integers(-2, width + 1), min_size=lanes, max_size=lanes))
-    uniform = data.draw(st.booleans())
-    widths = [data.draw(st.integers(0, 4))] * lanes if uniform else data.draw(
-        st.lists(st.integers(-1, 4), min_size=lanes, max_size=lanes)
-    )  # fmt: skip
+@given(models.picks, models.page_sizes)
+def test_gather_translate_window(pick, page_size):
+    spaces = [pick.tables(num_virtual=7) for _ in range(pick([0, 1, 2]))]
+    wanted = not spaces or pick([False, True])
+    width = pick([0, 1, 5, 6, 7, 8, 9])
+    rows = [pick.tokens(width, 7, page_size, spaces[0].where if spaces else ()) for _ in range(pick([1, 2, 3]))]
+    lanes = pick.size(4)
+    request, by_index = pick.requests(len(rows), lanes)
+    starts = pick.many(lanes, range(-2, width + 2))
+    uniform = pick([False, True])
+    widths = [pick(range(5))] * lanes if uniform else pick.many(lanes, range(-1, 5))
     counts, signal, ids = models.Counter(), Signal(), []
     for r, start, n in zip(request, starts, widths, strict=True):
         counts["out_of_range"] += not 0 <= r < len(rows)
         for t in range(start, start + n):
             ids.append(rows[r][t] if 0 <= r < len(rows) and 0 <= t < width else (r, t))
-    room = len(ids) if uniform else max(len(ids) + data.draw(st.sampled_from([0, 0, 3, -1])), 0)
+    room = len(ids) if uniform else max(len(ids) + pick([0, 0, 3, -1]), 0)
     counts["mismatch"] += len(ids) > room
     for i, token in enumerate(ids):
         if isinstance(token, tuple):
@@ -208,18 +194,17 @@ def test_gather_translate_window(data):
             ids[i] = 0
     written = ids[:room]
     want = [[model.token(t, page_size, counts) for t in written] + [0] * (room - len(written)) for model in spaces]
-    dtype, style = data.draw(models.id_dtypes), data.draw(models.view_styles)
     outs = [np.full(room, POISON) for _ in spaces]
     virtual_out = np.full(room, POISON) if wanted else None
     metadata.gather_translate_window(
-        models.as_view(np.reshape(rows, (len(rows), width)), dtype, style),
-        models.as_view(starts, dtype, style),
-        (widths[0] if lanes else 3) if uniform else models.as_view(widths, dtype, style),
+        pick.view(np.reshape(rows, (len(rows), width))),
+        pick.view(starts),
+        (widths[0] if lanes else 3) if uniform else pick.view(widths),
         [model.arrays()[0] for model in spaces],
         page_size,
         outs=outs,
         virtual_out=virtual_out,
-        request_indices=models.as_view(request, dtype, style) if by_index else None,
+        request_indices=pick.view(request) if by_index else None,
         signal=signal,
     )
     assert [out.tolist() for out in outs] == want
@@ -229,16 +214,16 @@ def test_gather_translate_window(data):
 
 
 @examples
-@given(st.data())
-def test_replay_state_indices(data):
-    model = data.draw(models.tables())
-    mapping = data.draw(st.lists(models.page_ids(model.num_virtual), max_size=5))
-    lanes = data.draw(st.integers(0, 6))
-    request = data.draw(st.lists(st.integers(-1, len(mapping)), min_size=lanes, max_size=lanes))
-    track = data.draw(st.lists(models.page_ids(model.num_virtual), min_size=lanes, max_size=lanes))
-    total = data.draw(st.integers(-1, lanes + 1))
-    valid = data.draw(st.integers(-1, lanes + 1))
-    tracked, on_device = data.draw(st.booleans()), data.draw(st.booleans())
+@given(models.picks)
+def test_replay_state_indices(pick):
+    model = pick.tables()
+    mapping = pick.pages(pick.size(5), model.num_virtual, model.where)
+    lanes = pick.size(6)
+    request = pick.many(lanes, [*range(len(mapping))] * 4 + [-1, len(mapping)])
+    track = pick.pages(lanes, model.num_virtual, model.where)
+    total = pick([lanes, lanes, *range(-1, lanes + 2)])
+    valid = pick([lanes, lanes, *range(-1, lanes + 2)])
+    tracked, on_device = pick([False, True]), pick([False, True])
     counts, signal = models.Counter(), Signal()
     want, want_track, want_request = [POISON] * lanes, [POISON] * lanes, list(request)
     for b in range(min(total, lanes)):
@@ -252,16 +237,16 @@ def test_replay_state_indices(data):
             want[b] = 0
             counts["out_of_range"] += 1
         want_track[b] = model.page(track[b], counts) if tracked else POISON
-    dtype = data.draw(models.id_dtypes)
+    dtype = pick([np.int32, np.int64])
     requests, out, track_out = np.array(request, dtype=dtype), np.full(lanes, POISON, np.int32), np.full(lanes, POISON, np.int32)
     got = metadata.replay_state_indices(
         requests,
-        models.as_view(mapping, dtype, data.draw(models.view_styles)),
+        pick.view(mapping, dtype),
         model.arrays()[0],
         np.array([valid]) if on_device else valid,
         np.array([total], dtype=np.int32) if on_device else total,
         out,
-        track_in=models.as_view(track, dtype) if tracked else None,
+        track_in=pick.view(track, dtype) if tracked else None,
         track_out=track_out if tracked else None,
         signal=signal,
     )

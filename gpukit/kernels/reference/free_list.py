@@ -111,9 +111,7 @@ def gather_decode(
     return out
 
 
-def compact(
-    ids: Array, keep: Array, *, out: Array | None = None, out_len: Array | None = None, signal: Signal | None = None
-) -> tuple[Array, Array]:
+def compact(ids: Array, keep: Array, *, out: Array | None = None, out_len: Array | None = None, signal: Signal | None = None) -> tuple[Array, Array]:
     """The ids whose `keep` is not zero, in order, and their number. Entries past the number stay as they are."""
     kept = ids[keep != 0]
     out = np.empty(len(ids), dtype=ids.dtype) if out is None else out

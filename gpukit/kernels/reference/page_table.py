@@ -53,9 +53,7 @@ def _rebind(virtual: Array, physical: Array, v2p: Array, p2v: Array, signal: Sig
         signal.add("rebound", rebound)
 
 
-def bind_range(
-    virtual_pages: Array, first: int, v2p: Array, p2v: Array, *, out: Array | None = None, signal: Signal | None = None
-) -> Array:
+def bind_range(virtual_pages: Array, first: int, v2p: Array, p2v: Array, *, out: Array | None = None, signal: Signal | None = None) -> Array:
     """Bind page i to physical page `first + i`; -1 in `out` where the virtual page is invalid."""
     virtual = as_ids(virtual_pages)
     physical = np.arange(first, first + len(virtual), dtype=np.int64)

@@ -1,0 +1,9 @@
+"""The public ops, one module per subject.
+
+Arrays decide where an op runs: NumPy arrays run the reference in `kernels/reference`, device arrays the kernel in `kernels/numba` or
+`kernels/cuda`. Every op launches at most once, never waits, and has a `prepare` that checks and packs its arguments once.
+"""
+
+from gpukit.kernels import calibration, free_list, metadata, page_copy, page_table, sliding_window
+
+__all__ = ["calibration", "free_list", "metadata", "page_copy", "page_table", "sliding_window"]

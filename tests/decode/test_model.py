@@ -1,0 +1,48 @@
+"""The dictionary model by hand: one small request whose pages, locations and retirements are written out."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gpukit.decode.model import DictionaryModel
+from gpukit.decode.scheduler import Batch, Running
+from gpukit.decode.trace import Request
+
+
+def test_a_request_by_hand():
+    # Pages of 4 tokens, window of 4: after 13 tokens only the pages from token 8 on can still be seen.
+    model = DictionaryModel(4, 4, {"virtual": [7, 2, 5, 3], "full": [10, 20, 30, 40], "swa": [100, 200, 300, 400]})
+    running = Running(Request(0, 12, 4), row=0, prompt=12, length=13, frontier=8, retired_from=8)
+    expected = model.play(Batch(0, [running], admitted=[running], new_pages=1))
+    # The prompt ends at 12, so its first two pages are outside the window and not in the SWA pool.
+    assert model.swa == {5: 100, 3: 200}
+    assert expected.prompts is not None
+    assert expected.prompts.tokens.tolist() == [28, 29, 30, 31, 8, 9, 10, 11, 20, 21, 22, 23]
+    assert expected.prompts.full.tolist() == [40, 41, 42, 43, 80, 81, 82, 83, 120, 121, 122, 123]
+    assert expected.prompts.swa.tolist() == [0] * 8 + [400, 401, 402, 403]
+    assert (expected.locations, expected.full_locations, expected.swa_locations) == ([12], [160], [800])
+    full, swa = model.page_tables(Batch(0, [running]), (2, 5))
+    assert full.tolist() == [[10, 20, 30, 40, 0], [0] * 5]
+    assert swa.tolist() == [[0, 0, 100, 200, 0], [0] * 5]
+    assert model.row(running).tolist() == [28, 29, 30, 31, 8, 9, 10, 11, 20, 21, 22, 23, 12]
+
+    for length in (14, 15, 16):
+        running.length = length
+        expected = model.play(Batch(length - 13, [running]))
+    # At 16 the third page leaves: its tokens end at 12, a window before the last whole page.
+    assert model.swa == {3: 200} and list(model.free["swa"]) == [300, 400, 100]
+    assert (expected.locations, expected.swa_locations) == ([15], [803])
+
+    model.close(Batch(3, [running], finished=[running]))
+    assert model.full == {} and model.swa == {} and model.pages == {}
+    assert [list(model.free[kind]) for kind in ("virtual", "full", "swa")] == [[7, 2, 5, 3], [10, 20, 30, 40], [300, 400, 100, 200]]
+
+
+def test_pages_are_handed_out_in_the_order_they_came_back():
+    model = DictionaryModel(2, 100, {"virtual": [1, 2, 3], "full": [3, 2, 1], "swa": [2, 1, 3]})
+    first = Running(Request(0, 3, 2), row=0, prompt=3, length=4, frontier=0, retired_from=0)
+    model.play(Batch(0, [first], admitted=[first]))
+    second = Running(Request(1, 5, 1), row=1, prompt=5, length=6, frontier=0, retired_from=0)
+    expected = model.play(Batch(1, [second], admitted=[second], preempted=[first]))
+    assert model.pages == {1: [3, 1, 2]} and model.full == {3: 1, 1: 3, 2: 2} and model.swa == {3: 3, 1: 2, 2: 1}
+    assert expected.locations == [5] and np.array_equal(model.row(second), [6, 7, 2, 3, 4, 5])
