@@ -1,10 +1,13 @@
-"""gpukit: memory, state and MoE kernels of an LLM decode step, authored in Python GPU DSLs.
+"""gpukit: kernels for the memory and state of an LLM decode step, authored in Python GPU DSLs, and the tools to measure them.
 
-Importing it needs no GPU, no driver and none of the GPU packages.
+Importing it needs no GPU, no driver and none of the GPU packages, and loads what is used when it is used.
 """
 
-from gpukit import kernels
-from gpukit.compile import CompileStats, compile_stats
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from gpukit.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -17,7 +20,11 @@ from gpukit.errors import (
     Signal,
     SignalError,
 )
-from gpukit.launch import warmup
+
+if TYPE_CHECKING:
+    from gpukit import kernels
+    from gpukit.compile import CompileStats, compile_stats
+    from gpukit.launch import warmup
 
 __version__ = "0.1.0"
 
@@ -37,3 +44,15 @@ __all__ = [
     "kernels",
     "warmup",
 ]
+
+# Where the names live that are loaded on first use; None is a module of its own.
+_LAZY = {"CompileStats": "gpukit.compile", "compile_stats": "gpukit.compile", "warmup": "gpukit.launch", "kernels": None}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'gpukit' has no attribute {name!r}")
+    home = _LAZY[name]
+    value = importlib.import_module(f"gpukit.{name}") if home is None else getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value

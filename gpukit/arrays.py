@@ -42,8 +42,20 @@ ITEMSIZE = {
 
 
 def _describe_numpy(array: Any) -> Description:
-    strides = None if array.flags.c_contiguous else tuple(s // array.itemsize for s in array.strides)
-    return array.ctypes.data, array.dtype.name, array.shape, strides, HOST, array.flags.writeable
+    strides = None if array.flags.c_contiguous else _element_strides(array.strides, array.dtype)
+    return array.ctypes.data, _name(array.dtype), array.shape, strides, HOST, array.flags.writeable
+
+
+def _name(dtype: Any) -> str:
+    if not dtype.isnative:
+        raise ArgumentTypeError(f"array: expected values in this machine's byte order, got dtype {dtype.str}")
+    return str(dtype.name)
+
+
+def _element_strides(strides: Sequence[int], dtype: Any) -> tuple[int, ...]:
+    if any(stride % dtype.itemsize for stride in strides):
+        raise ArgumentError(f"array: expected strides of whole elements ({dtype.itemsize} bytes), got byte strides {tuple(strides)}")
+    return tuple(stride // dtype.itemsize for stride in strides)
 
 
 # torch.Tensor and the names of its dtypes, once torch has been seen: the checks of vectors read plain tensors in place, without a call in between.
@@ -65,22 +77,28 @@ def _learn_torch(torch: Any) -> None:
 def _describe_cupy(array: Any) -> Description:
     memory = array.data
     dtype = array.dtype
-    strides = None if array._c_contiguous else tuple(s // dtype.itemsize for s in array.strides)
+    strides = None if array._c_contiguous else _element_strides(array.strides, dtype)
     return memory.ptr, dtype.name, array.shape, strides, memory.device_id, True
 
 
 def _describe_interface(array: Any) -> Description:
     from gpukit import devices
 
-    interface = array.__cuda_array_interface__
+    try:
+        interface = array.__cuda_array_interface__
+    except AttributeError:
+        # JAX has the property on every array and refuses it for those of the host.
+        return _describe_dlpack(array)
+    if interface.get("mask") is not None:
+        raise ArgumentTypeError("array: expected an array without a mask, got one with a mask")
     dtype = np.dtype(interface["typestr"])
     shape = tuple(interface["shape"])
     strides = interface.get("strides")
-    strides = None if strides is None else tuple(s // dtype.itemsize for s in strides)
+    strides = None if strides is None else _element_strides(strides, dtype)
     pointer, read_only = interface["data"]
     if strides == contiguous_strides(shape):
         strides = None
-    return pointer or 0, dtype.name, shape, strides, devices.of_pointer(pointer or 0), not read_only
+    return pointer or 0, _name(dtype), shape, strides, devices.of_pointer(pointer or 0), not read_only
 
 
 def _describe_dlpack(array: Any) -> Description:
@@ -93,7 +111,7 @@ def _describe_dlpack(array: Any) -> Description:
         shape = tuple(view.shape)
         strides = None if view.strides is None or tuple(view.strides) == contiguous_strides(shape) else tuple(view.strides)
         return view.ptr, np.dtype(view.dtype).name, shape, strides, ordinal, not view.readonly
-    return _describe_numpy(np.from_dlpack(array))
+    return (*_describe_numpy(np.from_dlpack(array))[:4], HOST, False)
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -148,10 +166,21 @@ def describe(array: Any, name: str = "array") -> Description:
     ('int64', (2, 2), (3, 2), -1, True)
     """
     kind = type(array)
-    reader = _readers.get(kind)
-    if reader is None:
-        reader = _find_reader(kind, name)
-    return reader(array)
+    reader = _readers.get(kind) or _find_reader(kind, name)
+    try:
+        found = reader(array)
+    except ArgumentError as error:
+        raise type(error)(str(error).replace("array", name, 1)) from None
+    if found[4] < 0:
+        if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
+            raise ArgumentTypeError(f"{name}: expected a NumPy array or one in device memory, got {_kind(kind)} in host memory")
+    elif found[0] % ITEMSIZE.get(found[1], 1):
+        raise ArgumentError(f"{name}: expected an address aligned to its {ITEMSIZE[found[1]]}-byte elements, got {found[0]:#x}")
+    return found
+
+
+def _kind(kind: type) -> str:
+    return f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
 
 
 def is_host(array: Any) -> bool:
@@ -168,10 +197,9 @@ def vector(array: Any, name: str, dtypes: tuple[str, ...], device: int | None = 
     """Check a contiguous 1-D input and return ``(pointer, length, dtype name, device)``; `device` is where it must be, if given."""
     if type(array) is _Tensor and array.is_contiguous():
         shape, dtype, where = array.shape, _tensor_dtypes[array.dtype], array.get_device()
-        if len(shape) == 1 and dtype in dtypes and (device is None or where == device):
+        if len(shape) == 1 and dtype in dtypes and where >= 0 and (device is None or where == device):
             return array.data_ptr(), shape[0], dtype, where
-    reader = _readers.get(type(array)) or _find_reader(type(array), name)
-    pointer, dtype, shape, strides, where, _ = reader(array)
+    pointer, dtype, shape, strides, where, _ = describe(array, name)
     if dtype not in dtypes or len(shape) != 1 or strides is not None or (device is not None and where != device):
         _refuse(name, dtype, shape, strides, where, dtypes, 1, device, contiguous=True)
     return pointer, shape[0], dtype, where
@@ -190,10 +218,9 @@ def output(array: Any, name: str, dtypes: tuple[str, ...], device: int, length: 
     """Check a contiguous, writable 1-D output; `length` is the exact length it must have, if given."""
     if type(array) is _Tensor and array.is_contiguous():
         shape, dtype, where = array.shape, _tensor_dtypes[array.dtype], array.get_device()
-        if where == device and dtype in dtypes and len(shape) == 1 and (length is None or shape[0] == length):
+        if where == device >= 0 and dtype in dtypes and len(shape) == 1 and (length is None or shape[0] == length):
             return array.data_ptr(), shape[0], dtype, where
-    reader = _readers.get(type(array)) or _find_reader(type(array), name)
-    pointer, dtype, shape, strides, where, writable = reader(array)
+    pointer, dtype, shape, strides, where, writable = describe(array, name)
     if dtype not in dtypes or len(shape) != 1 or strides is not None or where != device:
         _refuse(name, dtype, shape, strides, where, dtypes, 1, device, contiguous=True)
     if not writable:
@@ -279,6 +306,11 @@ def empty(shape: int | tuple[int, ...], dtype: str, like: Any, stream: int | Non
 def full(shape: int | tuple[int, ...], value: int, dtype: str, like: Any) -> Any:
     """Allocate an array like `empty` does and fill it with `value`."""
     library = "numpy" if like is None else library_of(like)
+    if library != "numpy":
+        from gpukit import devices, streams
+
+        if devices.is_capturing(streams.current(like)):
+            raise ArgumentError("like: expected a stream that is not capturing, because a replay would fill the array again")
     if library == "numba":
         cuda = sys.modules["numba.cuda"]
         with cuda.gpus[device_of(like)]:
@@ -288,13 +320,13 @@ def full(shape: int | tuple[int, ...], value: int, dtype: str, like: Any) -> Any
     return array
 
 
-def concatenate(first: Any, second: Any, stream: Any = None) -> Any:
-    """A new array in the library of `first` with the elements of both contiguous vectors, copied on `stream` without waiting."""
+def concatenate(first: Any, second: Any) -> Any:
+    """A new array in the library of `first` with the elements of both contiguous vectors, copied on its current stream without waiting."""
     if is_host(first):
         return np.concatenate((first, second))
     from gpukit import devices, streams
 
-    handle = streams.choose(stream, first)
+    handle = streams.current(first)
     dtype, device = describe(first)[1], device_of(first)
     joined = empty(len(first) + len(second), dtype, first, handle)
     target = describe(joined)[0]

@@ -35,7 +35,7 @@ app.add_typer(ladder)
 
 @app.callback()
 def gpukit() -> None:
-    """Paging, recurrent-state and MoE kernels for LLM inference engines, written in Python GPU languages."""
+    """Kernels for the memory and state of an LLM decode step, and the tools to measure them."""
 
 
 @app.command()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import struct
 import threading
 from collections.abc import Iterator
@@ -15,12 +16,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from gpukit.errors import ArgumentError, DeviceError
+from gpukit.errors import ArgumentError, DeviceError, ForkError
 
 __all__ = ["DeviceProperties", "count", "properties"]
 
 
-@functools.cache
+FORKED = "gpukit was used on the GPU before this process was forked; start workers with the 'spawn' method"
+
+_bindings: Any = None
+_forked = False
+# Why the driver did not initialise. It is not asked twice: a call after a failed initialisation can hang.
+_failure: list[str] = []
+
+
 def driver() -> Any:
     """The initialised `cuda.bindings.driver` module.
 
@@ -28,18 +36,41 @@ def driver() -> Any:
     ------
     DeviceError
         No NVIDIA driver library, no cuda-bindings, or the driver does not initialise.
+    ForkError
+        This process was forked after gpukit had used the driver.
     """
+    global _bindings
+    if _bindings is None:
+        if _forked:
+            raise ForkError(FORKED)
+        _bindings = _load_driver()
+    return _bindings
+
+
+def _after_fork_in_child() -> None:
+    global _bindings, _forked
+    _forked = _forked or _bindings is not None
+    _bindings = None
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def _load_driver() -> Any:
+    if _failure:
+        raise DeviceError(_failure[0])
     try:
         ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        raise DeviceError(f"no NVIDIA driver on this machine ({error}); NumPy arrays run on the CPU") from None
+    except OSError:
+        raise DeviceError("no NVIDIA driver on this machine; NumPy arrays run on the CPU") from None
     try:
         from cuda.bindings import driver as bindings
     except ImportError as error:
         raise DeviceError(f"the GPU stack is not installed ({error}); install gpukit with the extra cu13 or cu12") from None
     status = bindings.cuInit(0)[0]
     if status != bindings.CUresult.CUDA_SUCCESS:
-        raise DeviceError(f"cuInit failed: {status.name}")
+        _failure.append(f"cuInit failed: {status.name}")
+        raise DeviceError(_failure[0])
     return bindings
 
 
@@ -198,7 +229,7 @@ class DeviceCounters:
         self.slots = slots
         self.pointer = 0
         bindings = driver()
-        with current(device):
+        with current(device), beside_captures():
             self.pointer = int(call(bindings.cuMemAlloc(8 * slots), "cuMemAlloc"))
         self.clear()
 
@@ -237,36 +268,36 @@ class AsyncReader:
         self.device = device
         self._source = pointer
         self._slots = slots
-        self._note: Any = None
         self._pending = False
         bindings = driver()
-        with current(device):
+        with current(device), beside_captures():
             self._target = int(call(bindings.cuMemHostAlloc(8 * slots, 0), "cuMemHostAlloc"))
             flags = bindings.CUevent_flags.CU_EVENT_DISABLE_TIMING
             self._event = call(bindings.cuEventCreate(flags), "cuEventCreate")
 
-    def start(self, stream: int, note: Any) -> None:
-        """Begin a copy on `stream`, unless one is under way; `note` comes back with its result."""
+    def start(self, stream: int) -> bool:
+        """Begin a copy on `stream`, unless one is under way; whether it began."""
         if self._pending:
-            return
+            return False
         bindings = driver()
         with current(self.device):
             call(bindings.cuMemcpyDtoHAsync(self._target, self._source, 8 * self._slots, stream), "cuMemcpyDtoHAsync")
             call(bindings.cuEventRecord(self._event, stream), "cuEventRecord")
-        self._note = note
         self._pending = True
+        return True
 
-    def poll(self) -> tuple[tuple[int, ...], Any] | None:
-        """The counters and the note of a copy that has arrived, once; None otherwise."""
+    def poll(self) -> tuple[int, ...] | None:
+        """The counters of a copy that has arrived, once; None otherwise."""
         if not self._pending:
             return None
         bindings = driver()
-        status = bindings.cuEventQuery(self._event)[0]
+        with current(self.device), beside_captures():
+            status = bindings.cuEventQuery(self._event)[0]
         if status == bindings.CUresult.CUDA_ERROR_NOT_READY:
             return None
         call((status,), "cuEventQuery")
         self._pending = False
-        return struct.unpack(f"{self._slots}q", ctypes.string_at(self._target, 8 * self._slots)), self._note
+        return struct.unpack(f"{self._slots}q", ctypes.string_at(self._target, 8 * self._slots))
 
     def __del__(self) -> None:
         try:
@@ -294,7 +325,7 @@ class _StageBuffer:
 
 # Buffers by device, used before and perhaps still in use by the device.
 _stage_buffers: dict[int, list[_StageBuffer]] = {}
-_stage_lock = threading.Lock()
+_stage_lock = threading.RLock()
 
 
 class Staged:

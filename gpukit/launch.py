@@ -19,7 +19,7 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
 from gpukit import devices
 from gpukit.arrays import HOST
 from gpukit.compile import count_loaded, cubin
-from gpukit.errors import ArgumentError, ColdKernelError, DeviceError, ForkError
+from gpukit.errors import ArgumentError, ArgumentTypeError, ColdKernelError, DeviceError, ForkError, Signal
 
 __all__ = ["IDS", "Kernel", "Operation", "Plan", "PreparedCall", "host", "kernels", "nothing", "operation", "warmup"]
 
@@ -41,9 +41,10 @@ _load_lock = threading.RLock()
 
 
 class _Mode(threading.local):
-    """Whether this thread's next launch is to be planned, not made."""
+    """What one thread is doing: whether its next launch is to be planned, not made, and whether it has ever had a context."""
 
     planning = False
+    has_context = False
 
 
 _mode = _Mode()
@@ -75,14 +76,24 @@ class Kernel:
     variants : sequence of tuples of str
         dtype names for the kernel's type variables; what `warmup` loads and the compile gate compiles.
     language : {"numba", "cuda"}
+    doubles : tuple of int
+        Positions of the parameters that are doubles; all others are integers.
     """
 
-    def __init__(self, subject: str, name: str, variants: Sequence[tuple[str, ...]] = ((),), language: str = "numba"):
+    def __init__(
+        self,
+        subject: str,
+        name: str,
+        variants: Sequence[tuple[str, ...]] = ((),),
+        language: str = "numba",
+        doubles: tuple[int, ...] = (),
+    ):
         self.subject = subject
         self.name = name
         self.variants = tuple(variants)
         self.language = language
         self.handles: dict[tuple[tuple[str, ...], int], Any] = {}
+        self.doubles = doubles
         self.pack_into: Callable[..., None] | None = None
         _kernels.append(self)
 
@@ -100,8 +111,6 @@ class Kernel:
         handle = self.handles.get((variant, device))
         if handle is not None:
             return handle
-        if _forked:
-            raise ForkError("gpukit was used on the GPU before this process was forked; start workers with the 'spawn' method")
         if stream is not None and devices.is_capturing(stream):
             raise ColdKernelError(f"{self.subject}.{self.name}{list(variant)} is not loaded and its stream is capturing; call gpukit.warmup() first")
         with _load_lock:
@@ -124,6 +133,8 @@ class Kernel:
         except IndexError:
             packed = _Packed()
         (self.pack_into or self.make_packer(arguments))(packed.buffer, 0, *arguments)
+        if stream in _HANDLES_OF_DEFAULT_STREAMS and not _mode.has_context:
+            _give_context(device)
         try:
             _launch_kernel(handle, blocks, 1, 1, threads, 1, 1, 0, stream, packed.pointer, 0)
         except ForkError:
@@ -135,8 +146,8 @@ class Kernel:
         return result
 
     def make_packer(self, arguments: tuple[Any, ...]) -> Callable[..., None]:
-        """Remember how this kernel's arguments are packed: their number and which are doubles never change."""
-        self.pack_into = struct.Struct("=" + "".join("d" if isinstance(value, float) else "q" for value in arguments)).pack_into
+        """Remember how this kernel's arguments are packed; their number never changes."""
+        self.pack_into = struct.Struct("=" + "".join("d" if slot in self.doubles else "q" for slot in range(len(arguments)))).pack_into
         return self.pack_into
 
     def _load(self, variant: tuple[str, ...], device: int) -> Any:
@@ -193,7 +204,7 @@ def warmup(device: int = 0, subjects: Sequence[str] | None = None) -> None:
     >>> warmup(subjects=["no_such_subject"])
     Traceback (most recent call last):
     ...
-    gpukit.errors.ArgumentError: subjects: expected some of calibration, free_list, ..., sliding_window, got no_such_subject
+    gpukit.errors.ArgumentError: subjects: expected some of ..., got no_such_subject
     """
     known = sorted({kernel.subject for kernel in kernels()})
     unknown = [subject for subject in subjects or () if subject not in known]
@@ -235,22 +246,28 @@ def _quickest_launch() -> Callable[..., None]:
     return launch_where_the_stream_lives
 
 
-def _refuse_after_fork(*arguments: Any) -> Any:
-    raise ForkError("gpukit was used on the GPU before this process was forked; start workers with the 'spawn' method")
+def _refuse_after_fork(*call: Any) -> None:
+    raise ForkError(devices.FORKED)
 
 
 _launch_kernel: Any = None
-_forked = False
 
 
 def _after_fork_in_child() -> None:
-    global _forked, _launch_kernel
+    global _launch_kernel
     if _launch_kernel:
-        _forked = True
         _launch_kernel = _refuse_after_fork
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def _give_context(device: int) -> None:
+    """Like the runtime does: a thread without a context gets the device's primary one, which a launch on a default stream needs."""
+    bindings = devices.driver()
+    if not int(devices.call(bindings.cuCtxGetCurrent(), "cuCtxGetCurrent")):
+        devices.call(bindings.cuCtxSetCurrent(devices.primary_context(device)), "cuCtxSetCurrent")
+    _mode.has_context = True
 
 
 def _submit(device: int, stream: int, call: tuple[Any, ...]) -> None:
@@ -270,6 +287,10 @@ def _submit(device: int, stream: int, call: tuple[Any, ...]) -> None:
 
 def host(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What an op on NumPy arrays ends with: the call of its reference."""
+    signal = kwargs.get("signal")
+    if signal is not None and (not isinstance(signal, Signal) or signal.device is not None):
+        kind = "one of a device" if isinstance(signal, Signal) else type(signal).__name__
+        raise ArgumentTypeError(f"signal: expected a gpukit.Signal of the host, as the arrays are NumPy's; got {kind}")
     if _mode.planning:
         return (None, (), HOST, 0, 0, 0, functools.partial(function, *args, **kwargs), None)
     return function(*args, **kwargs)
@@ -290,7 +311,8 @@ class PreparedCall(Generic[R]):
 
     def __init__(self, plan: Plan, kept: tuple[Any, ...]):
         kernel, variant, device, stream, blocks, threads, arguments, self.result = plan
-        self._kept = kept
+        # The arguments too: some own what they are an address of.
+        self._kept = (kept, arguments)
         self._device = device
         self._stream = stream
         self._instead: Callable[[], Any] | None = None
@@ -304,7 +326,11 @@ class PreparedCall(Generic[R]):
 
     def __call__(self) -> R:
         if self._call is None:
-            return self._instead() if self._instead else self.result  # type: ignore[no-any-return]
+            if self._instead:
+                self.result = self._instead()
+            return self.result  # type: ignore[no-any-return]
+        if self._stream in _HANDLES_OF_DEFAULT_STREAMS and not _mode.has_context:
+            _give_context(self._device)
         try:
             _launch_kernel(*self._call)
         except ForkError:
@@ -333,6 +359,11 @@ class Operation(Protocol[P, R_co]):
         ...
 
 
+def _held(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Every argument, and the members of those that are lists: a list may be emptied while the call lives."""
+    return tuple(tuple(value) if isinstance(value, list) else value for value in (*args, *kwargs.values()))
+
+
 def operation(function: Callable[P, R]) -> Operation[P, R]:
     """Give an op its `plan` and `prepare`. The function itself stays as it is: a call of it has no layer in between."""
 
@@ -344,7 +375,7 @@ def operation(function: Callable[P, R]) -> Operation[P, R]:
             _mode.planning = False
 
     def prepare(*args: P.args, **kwargs: P.kwargs) -> PreparedCall[Any]:
-        return PreparedCall(plan(*args, **kwargs), (args, tuple(kwargs.values())))
+        return PreparedCall(plan(*args, **kwargs), _held(args, kwargs))
 
     op = cast("Any", function)
     op.plan, op.prepare = plan, prepare

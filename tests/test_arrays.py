@@ -9,18 +9,27 @@ import numpy as np
 import pytest
 
 from gpukit import arrays, devices, errors, streams
-from gpukit.kernels import page_table
+from gpukit.kernels import free_list, metadata, page_table, sliding_window
+from gpukit.kernels.free_list import DevicePages
 
 
 class Interface:
     """Device memory that is only numbers."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: str = "<i8", strides: tuple[int, ...] | None = None, read_only: bool = False, stream: int = 0):
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dtype: str = "<i8",
+        strides: tuple[int, ...] | None = None,
+        read_only: bool = False,
+        stream: int = 0,
+        address: int = 4096,
+    ):
         self.__cuda_array_interface__ = {
             "shape": shape,
             "typestr": dtype,
             "strides": strides,
-            "data": (4096, read_only),
+            "data": (address, read_only),
             "version": 3,
             "stream": stream,
         }
@@ -50,7 +59,7 @@ def test_the_interface_is_read_with_its_flags() -> None:
     assert arrays.describe(Interface((3, 2), strides=(32, 8), read_only=True))[3:] == ((4, 1), 0, False)
 
 
-def test_host_dlpack_arrays_are_host_arrays() -> None:
+def test_host_arrays_of_other_libraries_are_refused_by_name() -> None:
     class OnlyDlpack:
         def __init__(self, array: np.ndarray):
             self._array = array
@@ -61,7 +70,58 @@ def test_host_dlpack_arrays_are_host_arrays() -> None:
         def __dlpack_device__(self) -> Any:
             return self._array.__dlpack_device__()
 
-    assert arrays.is_host(OnlyDlpack(np.zeros(3)))
+    class Jax(OnlyDlpack):
+        @property
+        def __cuda_array_interface__(self) -> Any:
+            raise AttributeError("an array of the host")
+
+    for kind in (OnlyDlpack, Jax):
+        with pytest.raises(TypeError, match="ids: expected a NumPy array or one in device memory, got tests.* in host memory"):
+            page_table.translate(kind(np.arange(3)), page_table.empty(3)[0], 1)
+
+
+def test_what_a_kernel_would_misread_is_refused() -> None:
+    records = np.zeros(4, np.dtype([("id", "<i8"), ("other", "<i4")]))
+    tables = page_table.empty(4)
+    for ids, message in (
+        (records["id"], r"virtual_pages: expected strides of whole elements \(8 bytes\), got byte strides \(12,\)"),
+        (np.arange(3, dtype=">i8"), "virtual_pages: expected values in this machine's byte order, got dtype >i8"),
+        (np.ma.masked_array([1, 2], [True, False]), "virtual_pages: expected a NumPy array or one in device memory"),
+    ):
+        with pytest.raises(errors.ArgumentError, match=message):
+            page_table.unbind(ids, *tables)
+    for interface, message in (
+        (Interface((4,), strides=(12,)), "expected strides of whole elements"),
+        (Interface((4,), dtype=">i8"), "byte order"),
+        (Interface((4,), address=4097), "ids: expected an address aligned to its 8-byte elements, got 0x1001"),
+    ):
+        with pytest.raises(errors.ArgumentError, match=message):
+            arrays.vector(interface, "ids", ("int64",))
+
+
+def test_tables_and_outputs_that_share_memory_are_refused() -> None:
+    memory, ids = np.zeros(40, np.int64), np.array([1])
+    with pytest.raises(errors.ArgumentError, match="p2v: expected a table apart from v2p"):
+        page_table.bind(ids, ids, memory[:9], memory[8:20])
+    one, two = page_table.empty(9)
+    lists = [DevicePages(9) for _ in range(3)]
+    with pytest.raises(errors.ArgumentError, match="other_v2p: expected an array apart from owner_v2p"):
+        sliding_window.free_segment(np.arange(8), 0, 4, one, two, one, memory[:9], *lists)
+    lens = np.ones(3, np.int32)
+    outs = {"cu_lengths_out": np.zeros(4, np.int32), "full_out": np.zeros((3, 2), np.int32)}
+    with pytest.raises(errors.ArgumentError, match="lengths_out: expected an array apart from lens"):
+        metadata.decode_metadata(np.ones((3, 4), np.int64), lens, metadata.AddressSpaces(one), 2, lengths_out=lens, **outs)
+    with pytest.raises(errors.ArgumentError, match="out: expected an array apart from free_pages"):
+        free_list.gather_decode(np.array([1]), np.array([-1]), memory[:4], 1, out=memory[3:4])
+
+
+@pytest.mark.parametrize("signal", ["x", 3, object()])
+def test_a_signal_that_is_none_is_refused_before_anything_is_written(signal: Any) -> None:
+    v2p, p2v = page_table.empty(3)
+    v2p[1], p2v[2] = 2, 1
+    with pytest.raises(TypeError, match="signal: expected a gpukit.Signal"):
+        page_table.unbind(np.array([1]), v2p, p2v, signal=signal)
+    assert v2p[1] == 2
 
 
 def test_what_is_no_array_is_refused_by_name() -> None:
@@ -106,6 +166,11 @@ def test_a_read_only_table_is_refused() -> None:
         ({"page_size": 2.0}, "page_size: expected an integer, got float"),
         ({"out_width": 3}, "out_width: expected at least 4, got 3"),
         ({"dcp": (2, 2)}, r"dcp: expected \(size, rank\) with 0 <= rank < size, got \(2, 2\)"),
+        ({"dcp": (2.0, 0)}, "dcp: expected an integer, got float"),
+        ({"dcp": None}, r"dcp: expected \(size, rank\), got None"),
+        ({"page_size": 2**31}, "page_size: expected at most 2147483647, got 2147483648"),
+        ({"page_size": np.array([4])}, "page_size: expected an integer, got ndarray"),
+        ({"v2p": np.zeros(1, np.int64)}, r"v2p: expected at least 2 rows \(sink and sentinel\), got 1"),
         ({"out": np.zeros(3, np.int64)}, r"out: expected shape \(>= 4,\), got \(3,\)"),
     ],
 )

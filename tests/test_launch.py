@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 import threading
 from collections.abc import Iterator
 
@@ -59,8 +60,9 @@ def test_default_streams_launch_in_the_context_of_the_arrays_device(driver: Fake
     driver.device_count = 2
     for stream in (0, 1, 2, 77):
         run(stream, device=1)
-    assert [call["context"] for call in driver.launches] == [1001, 1001, 1001, None]
-    assert driver.stack == []
+    assert [call["context"] for call in driver.launches[:3]] == [1001] * 3
+    # The thread had no context and keeps the one it was given, as with the runtime.
+    assert driver.stack == [1001]
 
 
 def test_a_thread_without_a_context_gets_one(driver: FakeDriver) -> None:
@@ -76,7 +78,7 @@ def test_a_thread_without_a_context_gets_one(driver: FakeDriver) -> None:
 
     driver.cuLaunchKernel = needs_context  # type: ignore[method-assign]
     assert run(stream=0) == "result"
-    assert len(refused) == 1 and [call["context"] for call in driver.launches] == [1000]
+    assert not refused and [call["context"] for call in driver.launches] == [1000]
 
 
 def test_what_the_driver_refuses_is_explained(driver: FakeDriver) -> None:
@@ -116,6 +118,33 @@ def test_prepared_calls_pack_once_and_keep_their_arrays(driver: FakeDriver) -> N
     assert alive() is None
 
 
+def test_prepared_calls_keep_what_owns_an_argument_and_the_members_of_lists(driver: FakeDriver) -> None:
+    import weakref
+
+    class Owner:
+        """Like a staged copy: an address that frees its memory with it."""
+
+        def __index__(self) -> int:
+            return 5
+
+    owner = Owner()
+    alive = weakref.ref(owner)
+    call: launch.PreparedCall[None] = launch.PreparedCall((KERNEL, VARIANT, 0, 77, 1, 32, (owner, 6, 7), None), ())
+    del owner
+    assert alive() is not None
+    call()
+    outputs: list[object] = [object()]
+    held = launch._held((), {"outs": outputs})
+    outputs.clear()
+    assert len(held[0]) == 1  # type: ignore[arg-type]
+
+
+def test_a_float_never_changes_how_a_kernel_is_packed(driver: FakeDriver) -> None:
+    with pytest.raises(struct.error):
+        run(arguments=(1.5, 2, 3))  # type: ignore[arg-type]
+    assert run() == "result" and driver.launches[-1]["values"][:3] == [11, 12, -13]
+
+
 def test_threads_never_see_each_others_arguments(driver: FakeDriver) -> None:
     run()
     driver.launches.clear()
@@ -130,7 +159,6 @@ def test_threads_never_see_each_others_arguments(driver: FakeDriver) -> None:
 
 @pytest.mark.filterwarnings("ignore:This process")
 def test_a_fork_after_first_use_is_refused(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_forked", False)
     prepared: launch.PreparedCall[None] = launch.PreparedCall((KERNEL, VARIANT, 0, 77, 1, 32, (5, 6, 7), None), ())
     child = os.fork()
     if child == 0:

@@ -20,7 +20,7 @@ def _run(code: str) -> str:
 
 def test_import_is_quick_and_light() -> None:
     code = f"import time; t = time.perf_counter(); import gpukit, sys; print(time.perf_counter() - t, [m for m in {HEAVY} if m in sys.modules])"
-    answers = [_run(code).split(" ", 1) for _ in range(5)]
+    answers = [_run(code).split(" ", 1) for _ in range(3)]
     assert answers[0][1].strip() == "[]"
     assert min(float(seconds) for seconds, _ in answers) < 0.2
 

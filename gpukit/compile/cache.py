@@ -1,6 +1,6 @@
 """The cubin cache: one file per key under GPUKIT_CACHE_DIR (default: the user's cache directory), written whole or not at all.
 
-A key is the digest of everything that the machine code depends on: the sources of its room, the kernel, its types, the target, the options
+A key is the digest of everything that the machine code depends on: the sources of its language, the kernel, its types, the target, the options
 and the versions of the compilers. A directory that cannot be written is not an error: kernels are then compiled in every process.
 """
 
@@ -16,11 +16,11 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 
 # What each language's machine code is made from, besides the kernel's own name.
 _SOURCES = {
-    "numba": ("kernels/numba/*.py", "compile/device.py", "compile/numba_dsl.py"),
+    "numba": ("kernels/numba/*.py", "compile/device.py", "compile/numba_dsl.py", "compile/ptxas.py"),
     "cuda": ("kernels/cuda/*.cu", "kernels/cuda/*.cuh", "compile/cuda_c.py"),
 }
 _TOOLCHAIN = {
-    "numba": ("numba-cuda", "nvidia-nvvm", "nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink", "nvidia-nvjitlink-cu12"),
+    "numba": ("numba", "numba-cuda", "llvmlite", "cuda-core", "nvidia-nvvm", "nvidia-cuda-nvcc", "nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink"),
     "cuda": ("cuda-core", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"),
 }
 
@@ -51,6 +51,10 @@ def _base_digest(language: str) -> str:
         except metadata.PackageNotFoundError:
             version = "absent"
         digest.update(f"{package}={version};".encode())
+    if language == "numba":
+        from gpukit.compile import ptxas
+
+        digest.update(ptxas.version().encode())
     return digest.hexdigest()
 
 

@@ -45,8 +45,8 @@ def compile_subject(subject: str, arch: str) -> bytes:
     file = source_path(subject)
     # Contraction is left on; where bits matter the sources say fmaf themselves. Denormals, division and square roots are IEEE.
     options = ProgramOptions(arch=arch, std="c++17", include_path=_include_directories(), name=file.name)
-    log = io.StringIO()
+    log, source = io.StringIO(), file.read_text()
     try:
-        return bytes(Program(file.read_text(), code_type="c++", options=options).compile("cubin", logs=log).code)
+        return bytes(Program(source, code_type="c++", options=options).compile("cubin", logs=log).code)
     except Exception as error:
         raise CompileError(f"{file.name} does not compile for {arch}: {error}\n{log.getvalue()}") from error

@@ -12,8 +12,13 @@ import types as python_types
 from collections.abc import Callable
 from typing import Any
 
-from gpukit.compile import device
+from gpukit.compile import ptxas
 from gpukit.errors import CompileError
+
+try:
+    from gpukit.compile import device
+except ImportError as error:
+    raise CompileError(f"Numba-CUDA is not installed ({error}); install gpukit with the extra cu13 or cu12") from None
 
 __all__ = ["KernelSource", "compile_kernel", "kernel_source", "to_ptx"]
 
@@ -74,10 +79,4 @@ def compile_kernel(subject: str, name: str, variant: tuple[str, ...], arch: str)
     CompileError
         With the compiler's message.
     """
-    from cuda.core import Program, ProgramOptions
-
-    ptx = to_ptx(kernel_source(subject, name), variant, arch)
-    try:
-        return bytes(Program(ptx, code_type="ptx", options=ProgramOptions(arch=arch)).compile("cubin").code)
-    except Exception as error:
-        raise CompileError(f"the PTX of {subject}.{name}{list(variant)} does not assemble for {arch}: {error}") from error
+    return ptxas.assemble(to_ptx(kernel_source(subject, name), variant, arch), arch)

@@ -4,6 +4,32 @@ Arrays decide where an op runs: NumPy arrays run the reference in `kernels/refer
 `kernels/cuda`. Every op launches at most once, never waits, and has a `prepare` that checks and packs its arguments once.
 """
 
-from gpukit.kernels import calibration, free_list, metadata, page_copy, page_table, sliding_window
+from gpukit.kernels import (
+    calibration,
+    conv,
+    free_list,
+    gated_delta,
+    gates,
+    metadata,
+    norm,
+    page_copy,
+    page_table,
+    sliding_window,
+    state_pool,
+    state_slots,
+)
 
-__all__ = ["calibration", "free_list", "metadata", "page_copy", "page_table", "sliding_window"]
+__all__ = [
+    "calibration",
+    "conv",
+    "free_list",
+    "gated_delta",
+    "gates",
+    "metadata",
+    "norm",
+    "page_copy",
+    "page_table",
+    "sliding_window",
+    "state_pool",
+    "state_slots",
+]

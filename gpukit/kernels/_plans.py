@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from gpukit import arrays, devices
 from gpukit.arrays import ITEMSIZE, describe, output, place
 from gpukit.errors import ArgumentError, ArgumentTypeError, Signal
@@ -17,8 +19,10 @@ __all__ = [
     "positive",
     "read_table",
     "refuse_other_device",
+    "refuse_overlap",
     "signal_pointer",
     "table",
+    "tables",
     "whole",
 ]
 
@@ -26,6 +30,7 @@ __all__ = [
 THREADS = 256
 
 _INT64 = ("int64",)
+_MOST = 2**31 - 1
 _ONLY = {dtype: (dtype,) for dtype in ITEMSIZE}
 
 
@@ -35,6 +40,21 @@ def table(array: Any, name: str, device: int) -> tuple[int, int]:
     if rows < 2:
         raise ArgumentError(f"{name}: expected at least 2 rows (sink and sentinel), got {rows}")
     return pointer, rows
+
+
+def tables(v2p: Any, p2v: Any, device: int) -> tuple[int, int, int, int]:
+    """Pointers and row counts of a pair of tables that share no memory."""
+    to_physical, virtual_rows = table(v2p, "v2p", device)
+    to_virtual, physical_rows = table(p2v, "p2v", device)
+    if to_physical < to_virtual + 8 * physical_rows and to_virtual < to_physical + 8 * virtual_rows:
+        raise ArgumentError("p2v: expected a table apart from v2p, got one that shares memory with it")
+    return to_physical, virtual_rows, to_virtual, physical_rows
+
+
+def refuse_overlap(name: str, pointer: int, size: int, other: str, other_pointer: int, other_size: int) -> None:
+    """Raise, if an output of `size` bytes shares memory with another argument: threads would read what others have written."""
+    if pointer < other_pointer + other_size and other_pointer < pointer + size:
+        raise ArgumentError(f"{name}: expected an array apart from {other}, got one that shares memory with it")
 
 
 def read_table(array: Any, name: str, device: int) -> tuple[int, int]:
@@ -47,21 +67,24 @@ def read_table(array: Any, name: str, device: int) -> tuple[int, int]:
     return pointer, rows
 
 
-def whole(value: Any, name: str, least: int = 0) -> int:
-    """A Python or NumPy integer of at least `least`."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+def whole(value: Any, name: str, least: int = 0, most: int = 2**62) -> int:
+    """A Python or NumPy integer from `least` to `most`."""
+    # Not any array of one element: reading one on a device would wait for it.
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise ArgumentTypeError(f"{name}: expected an integer, got {type(value).__name__}")
-    number = value.__index__()
+    number = int(value)
     if number < least:
         raise ArgumentError(f"{name}: expected at least {least}, got {number}")
-    return int(number)
+    if number > most:
+        raise ArgumentError(f"{name}: expected at most {most}, got {number}")
+    return number
 
 
 def positive(value: Any, name: str) -> int:
-    """A Python or NumPy integer of at least 1."""
-    if type(value) is int and value > 0:
+    """A Python or NumPy integer from 1 to 2^31 - 1: a page size, a number of pages, bytes of a page."""
+    if type(value) is int and 0 < value <= _MOST:
         return value
-    return whole(value, name, 1)
+    return whole(value, name, 1, _MOST)
 
 
 def page_shift(page_size: int) -> int:
@@ -73,6 +96,8 @@ def signal_pointer(signal: Signal | None, device: int) -> int:
     """Address of a signal's counters, 0 without one."""
     if signal is None:
         return 0
+    if not isinstance(signal, Signal):
+        raise ArgumentTypeError(f"signal: expected a gpukit.Signal or None, got {type(signal).__name__}")
     if signal.device != device:
         where = "the host" if signal.device is None else f"device {signal.device}"
         raise ArgumentError(f"signal: expected a Signal of device {device} (Signal(like=array)), got one of {where}")

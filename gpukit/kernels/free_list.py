@@ -12,10 +12,10 @@ from typing import Any
 from gpukit import arrays, devices
 from gpukit.arrays import ITEMSIZE, describe, library_of, vector
 from gpukit.errors import ArgumentError, ArgumentTypeError, OutOfPages, Signal
-from gpukit.kernels._plans import THREADS, blocks_for, out_vector, page_shift, positive, signal_pointer, whole
+from gpukit.kernels._plans import THREADS, blocks_for, out_vector, page_shift, positive, refuse_overlap, signal_pointer, whole
 from gpukit.kernels.reference import free_list as reference
 from gpukit.launch import IDS, Kernel, host, nothing, operation
-from gpukit.streams import choose
+from gpukit.streams import choose, current
 
 __all__ = ["DevicePages", "FreeList", "compact", "gather_decode", "gather_extend"]
 
@@ -92,17 +92,19 @@ class FreeList:
         self._length -= n
         return taken
 
-    def append(self, pages: Any, *, stream: Any = None) -> None:
-        """Put pages behind the others. Both are copied into a new array on `stream`; `pages` may be rewritten by later work there.
+    def append(self, pages: Any) -> None:
+        """Put pages behind the others: both are copied into a new array on the current stream of the list's library.
 
         Raises
         ------
         ArgumentError, ArgumentTypeError
-            `pages` is no contiguous int64 array on the list's device. Nothing changes.
+            `pages` is no contiguous int64 array on the list's device, or the stream is capturing. Nothing changes.
         """
         _, length, _, _ = vector(pages, "pages", ("int64",), arrays.device_of(self._pages))
+        if length and arrays.device_of(self._pages) >= 0 and devices.is_capturing(current(self._pages)):
+            raise ArgumentError("pages: expected a stream that is not capturing, because the host would count them once and a replay again")
         if length:
-            self._pages = arrays.concatenate(self._pages, pages, stream)
+            self._pages = arrays.concatenate(self._pages, pages)
             self._length += length
 
 
@@ -148,9 +150,9 @@ class DevicePages:
         self.most_items = tiles * THREADS
         self.device = arrays.device_of(self.ring)
         self._pointers = (describe(self.ring)[0], self.capacity, describe(self.counters)[0], describe(self.workspace)[0])
-        self._taken = 0
-        self._filled = 0
-        self._tail = 0
+        self._known = 0
+        # What the host did since the read-back under way was started: pages filled, or taken as a negative number.
+        self._since: list[int] = []
         self._reader = devices.AsyncReader(self.device, self._pointers[2], 2) if self.device >= 0 else None
 
     def __repr__(self) -> str:
@@ -175,7 +177,7 @@ class DevicePages:
         """Pages that the list holds for certain, as far as the host has heard."""
         if self._reader is None:
             return int(self.counters[1] - self.counters[0])
-        return self._tail + self._filled - self._taken
+        return self._known
 
     def refresh(self, *, stream: Any = None) -> int:
         """Collect a finished read-back of the counters, start the next one on `stream`, and return `known`. Never waits.
@@ -191,25 +193,30 @@ class DevicePages:
                 raise ArgumentError("stream: expected one that is not capturing, because the host reads the counters between graph launches")
             arrived = self._reader.poll()
             if arrived is not None:
-                (_, tail), filled_before = arrived
-                self._tail, self._filled = tail, self._filled - filled_before
-            self._reader.start(handle, self._filled)
+                head, tail = arrived
+                known = tail - head
+                for change in self._since:
+                    known = min(known + change, self.capacity)
+                self._known = known
+            if self._reader.start(handle):
+                self._since = []
         return self.known
 
-    def fill(self, pages: Any, *, stream: Any = None) -> None:
-        """Append pages whose number the host knows: one launch.
+    def fill(self, pages: Any, *, stream: Any = None, signal: Signal | None = None) -> None:
+        """Append pages whose number the host knows: one launch. They are taken as they are; free pages are for the caller to give.
 
         Raises
         ------
         ArgumentError, ArgumentTypeError
-            `pages` is no contiguous int32 or int64 array on the list's device, or is longer than the room left. Nothing changes.
+            `pages` is no contiguous int32 or int64 array on the list's device, is longer than the room that is left for certain, or the stream
+            is capturing. Nothing changes. Where the device holds more than is known, what does not fit is dropped, and counted as ``exhausted``.
         """
         _, length, _, _ = vector(pages, "pages", IDS, self.device)
         if length > self.capacity - self.known:
             raise ArgumentError(f"pages: expected at most {self.capacity - self.known} pages (capacity {self.capacity}), got {length}")
-        _append(pages, self, stream=stream)
-        if self._reader is not None:
-            self._filled += length
+        self._refuse_capture(stream)
+        _append(pages, self, stream=stream, signal=signal)
+        self._count(length)
 
     def take(self, n: int, *, out: Any = None, stream: Any = None) -> Any:
         """Pop the `n` oldest pages into a new array or `out` (int64, shape (n,)): one launch.
@@ -218,13 +225,27 @@ class DevicePages:
         ------
         OutOfPages
             Fewer than `n` are known to be there (see `refresh`). Nothing changes.
+        ArgumentError
+            `out` does not fit, or the stream is capturing: the host counts what it takes.
         """
         n = whole(n, "n")
         if n > self.known:
             raise OutOfPages(f"n: expected at most the {self.known} pages known to be in the list, got {n}")
+        self._refuse_capture(stream)
         out = _take(self, n, out=out, stream=stream)
-        self._taken += n
+        self._count(-n)
         return out
+
+    def _refuse_capture(self, stream: Any) -> None:
+        if self._reader is not None and devices.is_capturing(choose(stream, self.ring)):
+            raise ArgumentError("stream: expected one that is not capturing, because the host would count the pages once and every replay again")
+
+    def _count(self, change: int) -> None:
+        """Note what the host did: pages put in or, negative, taken."""
+        if self._reader is not None:
+            # What does not fit is dropped, but then the list is full.
+            self._known = min(self._known + change, self.capacity)
+            self._since.append(change)
 
 
 @operation
@@ -249,6 +270,7 @@ def _take(pages: DevicePages, n: int, *, out: Any = None, stream: Any = None) ->
         return host(reference.take, pages, n, out)
     launch_stream = choose(stream, pages.ring)
     out, result = out_vector(out, "out", n, "int64", pages.device, pages.ring, launch_stream)
+    refuse_overlap("out", result, 8 * n, "the list's ring", describe(pages.ring)[0], 8 * pages.capacity)
     if n == 0:
         return nothing(out)
     arguments = (result, n, *pages.checked("pages", pages.device, 0))
@@ -327,9 +349,13 @@ def gather_extend(
     num_pages = whole(num_pages, "num_pages")
     if num_pages > listed:
         raise OutOfPages(f"free_pages: expected at least the {num_pages} pages of num_pages, got {listed}")
+    if out is not None:
+        at = arrays.output(out, "out", ("int64",), device, num_tokens)[0]
+        inputs = (("prefix_lens", prefixes, length_type), ("seq_lens", lengths, length_type), ("last_loc", last, id_type))
+        for name, pointer, dtype in inputs:
+            _refuse_overlap("out", at, 8 * num_tokens, name, pointer, dtype, requests)
+        _refuse_overlap("out", at, 8 * num_tokens, "free_pages", free, "int64", num_pages)
     if device < 0:
-        if out is not None:
-            arrays.output(out, "out", ("int64",), device, num_tokens)
         return host(
             reference.gather_extend,
             prefix_lens, seq_lens, last_loc, free_pages, page_size, num_tokens=num_tokens, num_pages=num_pages, out=out, signal=signal,
@@ -404,6 +430,9 @@ def gather_decode(
     if out is not None:
         result = arrays.output(out, "out", ("int64",), device, requests)[0]
         _refuse_overlap("out", result, 8 * requests, "seq_lens", lengths, length_type, requests)
+        _refuse_overlap("out", result, 8 * requests, "free_pages", free, "int64", num_pages)
+        if result != last:
+            _refuse_overlap("out", result, 8 * requests, "last_loc", last, id_type, requests)
     if device < 0:
         return host(reference.gather_decode, seq_lens, last_loc, free_pages, page_size, out=out, signal=signal)
     counters = signal_pointer(signal, device)
@@ -480,5 +509,4 @@ def _same_length(name: str, length: int, other: str, expected: int) -> None:
 
 
 def _refuse_overlap(name: str, pointer: int, size: int, other: str, other_pointer: int, other_type: str, other_length: int) -> None:
-    if pointer < other_pointer + other_length * ITEMSIZE[other_type] and other_pointer < pointer + size:
-        raise ArgumentError(f"{name}: expected an array apart from {other}, got one that overlaps it")
+    refuse_overlap(name, pointer, size, other, other_pointer, other_length * ITEMSIZE[other_type])

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from gpukit import arrays
-from gpukit.arrays import describe, vector
+from gpukit.arrays import ITEMSIZE, describe, vector
 from gpukit.errors import ArgumentError, ArgumentTypeError, Signal
-from gpukit.kernels._plans import THREADS, blocks_for, page_shift, positive, refuse_other_device, signal_pointer, whole
+from gpukit.kernels._plans import THREADS, blocks_for, page_shift, positive, refuse_other_device, refuse_overlap, signal_pointer, whole
 from gpukit.kernels._plans import read_table as readable_table
 from gpukit.kernels.reference import metadata as reference
 from gpukit.launch import IDS, Kernel, host, nothing, operation
@@ -147,7 +147,6 @@ def _batch(
     row_arguments, num_rows, width, id_type, device = _rows(rows)
     pointer, lanes, length_type, _ = vector(lens, "lens", IDS, device)
     requests = _requests(request_indices, lanes, num_rows, device, "lens")
-    page_size = positive(page_size, "page_size")
     shift = page_shift(page_size)
     if granularity == "token":
         entries: tuple[int, int, int, int] = (page_size, shift, 1, 0)
@@ -155,8 +154,6 @@ def _batch(
         entries = (1, 0, page_size, shift)
     else:
         raise ArgumentError(f"granularity: expected 'token' or 'page', got {granularity!r}")
-    if type(delta) is not int:
-        delta = whole(delta, "delta", -(2**62))
     lengths = (*_pair(pointer, length_type), lanes, delta)
     arguments = (*row_arguments, *entries, page_size, shift, *lengths, *requests, *_number_of_lanes(valid, "valid", lanes, device))
     return device, id_type, lanes, width * entries[2], arguments
@@ -260,6 +257,7 @@ def read_table(
     >>> read_table(rows, np.array([6, 2]), v2p, 4, out=np.full((2, 3), -7, np.int32), zero_tail=True)
     array([[8, 5, 0], [3, 0, 0]], dtype=int32)
     """
+    page_size, delta = positive(page_size, "page_size"), whole(delta, "delta", -(2**31), 2**31)
     device, id_type, lanes, _, batch = _batch(rows, lens, page_size, delta, request_indices, granularity, valid)
     table = readable_table(v2p, "v2p", device)
     target = _table_out(out, "out", lanes, device)
@@ -331,6 +329,7 @@ def read_stream(
     >>> read_stream(rows, np.array([6, 2]), v2p, 4, indptr, out=np.zeros(8, np.int64), granularity="page")
     array([32, 33, 34, 35, 20, 21, 12, 13])
     """
+    page_size, delta = positive(page_size, "page_size"), whole(delta, "delta", -(2**31), 2**31)
     device, id_type, lanes, tokens, batch = _batch(rows, lens, page_size, delta, request_indices, granularity, valid)
     table = readable_table(v2p, "v2p", device)
     target = _stream_out(indptr, out, "out", lanes, device)
@@ -403,6 +402,7 @@ def read_table_and_stream(
     ... )
     (array([[8, 5], [3, 0]], dtype=int32), array([32, 33, 34, 35, 20, 21, 12, 13]))
     """
+    page_size, delta = positive(page_size, "page_size"), whole(delta, "delta", -(2**31), 2**31)
     device, id_type, lanes, tokens, batch = _batch(rows, lens, page_size, delta, request_indices, granularity, valid)
     table = readable_table(v2p, "v2p", device)
     table_target = _table_out(table_out, "table_out", lanes, device)
@@ -491,11 +491,16 @@ def decode_metadata(
     >>> full, swa
     (array([[8, 5, 0], [3, 0, 0]], dtype=int32), array([[0, 2, 0], [3, 0, 0]], dtype=int32))
     """
+    page_size, delta = positive(page_size, "page_size"), whole(delta, "delta", -(2**31), 2**31)
     device, id_type, lanes, _, batch = _batch(rows, lens, page_size, delta, request_indices, granularity, valid)
     if not isinstance(spaces, AddressSpaces):
         raise ArgumentTypeError(f"spaces: expected an AddressSpaces, got {type(spaces).__name__}")
     lengths = arrays.output(lengths_out, "lengths_out", _INT32, device, lanes)[0]
     sums = arrays.output(cu_lengths_out, "cu_lengths_out", _INT32, device, lanes + 1)[0]
+    read, _, length_type, _ = vector(lens, "lens", IDS, device)
+    # Every block sums the lengths before its own again.
+    refuse_overlap("lengths_out", lengths, 4 * lanes, "lens", read, ITEMSIZE[length_type] * lanes)
+    refuse_overlap("cu_lengths_out", sums, 4 * lanes + 4, "lens", read, ITEMSIZE[length_type] * lanes)
     full = (*readable_table(spaces.table("full"), "spaces.full", device), *_table_out(full_out, "full_out", lanes, device))
     swa = (0, 0, 0, 0, 0, 0)
     if swa_out is not None:
@@ -682,6 +687,7 @@ def replay_state_indices(
     table = readable_table(v2p, "v2p", device)
     numbers = (*_number_of_lanes(valid, "valid", lanes, device), *_number_of_lanes(total, "total", lanes, device))
     slots = arrays.output(out, "out", _INT32, device, lanes)[0]
+    refuse_overlap("out", slots, 4 * lanes, "request_indices", requests, ITEMSIZE[request_type] * lanes)
     track = (0, 0, 0)
     if (track_in is None) != (track_out is None):
         missing, given = ("track_in", "track_out") if track_in is None else ("track_out", "track_in")

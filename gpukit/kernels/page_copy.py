@@ -12,7 +12,7 @@ from typing import Any
 from gpukit import arrays
 from gpukit.arrays import ITEMSIZE, describe, vector
 from gpukit.errors import ArgumentError, ArgumentTypeError, Signal
-from gpukit.kernels._plans import positive, refuse_other_device, signal_pointer, whole
+from gpukit.kernels._plans import refuse_other_device, signal_pointer, whole
 from gpukit.kernels.reference import page_copy as reference
 from gpukit.launch import IDS, Kernel, host, nothing, operation
 from gpukit.streams import choose
@@ -277,7 +277,7 @@ def _pages(buffer: Any, page_bytes: int) -> tuple[int, int, int, int]:
     pointer, dtype, shape, strides, device, writable = describe(buffer, "buffer")
     if dtype != "uint8" or len(shape) != 1 or strides is not None or not writable:
         arrays.output(buffer, "buffer", ("uint8",), device)
-    page_bytes = positive(page_bytes, "page_bytes")
+    page_bytes = whole(page_bytes, "page_bytes", 1)
     if page_bytes % _VECTOR:
         raise ArgumentError(f"page_bytes: expected a multiple of {_VECTOR}, got {page_bytes}")
     if pointer % _VECTOR:

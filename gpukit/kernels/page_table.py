@@ -19,9 +19,11 @@ from gpukit.kernels._plans import (
     out_vector,
     page_shift,
     positive,
+    read_table,
     refuse_other_device,
+    refuse_overlap,
     signal_pointer,
-    table,
+    tables,
     whole,
 )
 from gpukit.kernels.free_list import DevicePages
@@ -115,8 +117,7 @@ def bind(virtual_pages: Any, physical_pages: Any, v2p: Any, p2v: Any, *, stream:
     """
     virtual, pairs, id_type, device = vector(virtual_pages, "virtual_pages", IDS)
     physical, length, _, _ = vector(physical_pages, "physical_pages", (id_type,), device)
-    to_physical, virtual_rows = table(v2p, "v2p", device)
-    to_virtual, physical_rows = table(p2v, "p2v", device)
+    to_physical, virtual_rows, to_virtual, physical_rows = tables(v2p, p2v, device)
     if length != pairs:
         raise ArgumentError(f"physical_pages: expected shape ({pairs},) like virtual_pages, got ({length},)")
     if device < 0:
@@ -168,8 +169,7 @@ def bind_range(virtual_pages: Any, first: int, v2p: Any, p2v: Any, *, out: Any =
     array([ 0, -1,  2, -1,  1, -1])
     """
     virtual, pages, id_type, device = vector(virtual_pages, "virtual_pages", IDS)
-    to_physical, virtual_rows = table(v2p, "v2p", device)
-    to_virtual, physical_rows = table(p2v, "p2v", device)
+    to_physical, virtual_rows, to_virtual, physical_rows = tables(v2p, p2v, device)
     if type(first) is not int:
         first = whole(first, "first", -(2**62))
     if pages and not 1 <= first <= physical_rows - 1 - pages:
@@ -181,9 +181,11 @@ def bind_range(virtual_pages: Any, first: int, v2p: Any, p2v: Any, *, out: Any =
     counters = signal_pointer(signal, device) if signal is not None else 0
     launch_stream = choose(stream, virtual_pages)
     out, result = out_vector(out, "out", pages, "int64", device, virtual_pages, launch_stream)
+    if result != virtual:
+        refuse_overlap("out", result, 8 * pages, "virtual_pages", virtual, ITEMSIZE[id_type] * pages)
     if pages == 0:
         return nothing(out)
-    arguments = (virtual, pages, first, to_physical, virtual_rows, to_virtual, result, counters)
+    arguments = (virtual, pages, first, to_physical, virtual_rows, to_virtual, physical_rows, result, counters)
     return _BIND_RANGE.launch((id_type,), device, launch_stream, blocks_for(pages), THREADS, arguments, out)
 
 
@@ -224,8 +226,7 @@ def unbind(virtual_pages: Any, v2p: Any, p2v: Any, *, out: Any = None, stream: A
     array([ 1,  3, -1])
     """
     virtual, pages, id_type, device = vector(virtual_pages, "virtual_pages", IDS)
-    to_physical, virtual_rows = table(v2p, "v2p", device)
-    to_virtual, physical_rows = table(p2v, "p2v", device)
+    to_physical, virtual_rows, to_virtual, physical_rows = tables(v2p, p2v, device)
     if device < 0:
         if out is not None:
             arrays.output(out, "out", ("int64",), device, pages)
@@ -233,6 +234,8 @@ def unbind(virtual_pages: Any, v2p: Any, p2v: Any, *, out: Any = None, stream: A
     counters = signal_pointer(signal, device) if signal is not None else 0
     launch_stream = choose(stream, virtual_pages)
     out, result = out_vector(out, "out", pages, "int64", device, virtual_pages, launch_stream)
+    if result != virtual:
+        refuse_overlap("out", result, 8 * pages, "virtual_pages", virtual, ITEMSIZE[id_type] * pages)
     if pages == 0:
         return nothing(out)
     arguments = (virtual, pages, to_physical, virtual_rows, to_virtual, physical_rows, result, counters)
@@ -274,9 +277,8 @@ def unbind_into(virtual_pages: Any, v2p: Any, p2v: Any, pages: DevicePages, *, s
     array([1, 3])
     """
     virtual, count, id_type, device = vector(virtual_pages, "virtual_pages", IDS)
-    to_physical, virtual_rows = table(v2p, "v2p", device)
-    to_virtual, physical_rows = table(p2v, "p2v", device)
-    ring = pages.checked("pages", device, count)
+    to_physical, virtual_rows, to_virtual, physical_rows = tables(v2p, p2v, device)
+    ring = DevicePages.checked(pages, "pages", device, count)
     if device < 0:
         return host(reference.unbind_into, virtual_pages, v2p, p2v, pages, signal=signal)
     counters = signal_pointer(signal, device)
@@ -319,8 +321,7 @@ def remap(source: Any, destination: Any, v2p: Any, p2v: Any, *, stream: Any = No
     """
     source_at, pages, id_type, device = vector(source, "source", IDS)
     destination_at, length, _, _ = vector(destination, "destination", (id_type,), device)
-    to_physical, virtual_rows = table(v2p, "v2p", device)
-    to_virtual, physical_rows = table(p2v, "p2v", device)
+    to_physical, virtual_rows, to_virtual, physical_rows = tables(v2p, p2v, device)
     if length != pages:
         raise ArgumentError(f"destination: expected shape ({pages},) like source, got ({length},)")
     if device < 0:
@@ -398,12 +399,10 @@ def translate(
         row_stride, column_stride = (columns, 1) if strides is None else strides
     else:
         raise ArgumentError(f"ids: expected 1 or 2 dimensions, got shape {tuple(shape)}")
-    to_physical, table_rows, _, _ = vector(v2p, "v2p", _INT64, device)
+    to_physical, table_rows = read_table(v2p, "v2p", device)
     page_size = positive(page_size, "page_size")
     width = columns if out_width is None else whole(out_width, "out_width", columns)
-    size, rank = dcp
-    if size < 1 or not 0 <= rank < size:
-        raise ArgumentError(f"dcp: expected (size, rank) with 0 <= rank < size, got {dcp}")
+    size, rank = dcp if dcp == (1, 0) else _ranks(dcp)
     launch_stream = 0 if device < 0 else choose(stream, ids)
     if out is not None:
         result, out_row_stride, out_column_stride = _translated(out, dimensions, rows, width, device)
@@ -427,6 +426,16 @@ def translate(
         result, width, out_row_stride, out_column_stride, size, rank, counters,
     )  # fmt: skip
     return _TRANSLATE.launch((id_type,), device, launch_stream, blocks_for(rows * width), THREADS, arguments, out)
+
+
+def _ranks(dcp: Any) -> tuple[int, int]:
+    """(size, rank) after its checks."""
+    if not isinstance(dcp, tuple | list) or len(dcp) != 2:
+        raise ArgumentTypeError(f"dcp: expected (size, rank), got {dcp!r}")
+    size, rank = (whole(value, "dcp", 0, 2**31 - 1) for value in dcp)
+    if rank >= size:
+        raise ArgumentError(f"dcp: expected (size, rank) with 0 <= rank < size, got {(size, rank)}")
+    return size, rank
 
 
 def _translated(out: Any, dimensions: int, rows: int, width: int, device: int) -> tuple[int, int, int]:

@@ -16,7 +16,7 @@ import numpy as np
 from gpukit import devices
 from gpukit.arrays import ITEMSIZE, describe, is_host, matrix, vector
 from gpukit.errors import ArgumentError, ArgumentTypeError, Signal
-from gpukit.kernels._plans import THREADS, page_shift, positive, signal_pointer, table, whole
+from gpukit.kernels._plans import THREADS, page_shift, positive, refuse_overlap, signal_pointer, table, tables, whole
 from gpukit.kernels.free_list import DevicePages
 from gpukit.kernels.reference import sliding_window as reference
 from gpukit.launch import IDS, Kernel, host, nothing, operation
@@ -90,8 +90,7 @@ def retire(
     """
     at, (num_rows, width), (row_stride, column_stride), id_type, device = matrix(rows, "rows", IDS)
     page_size = positive(page_size, "page_size")
-    to_physical, virtual_rows = table(v2p, "v2p", device)
-    to_virtual, physical_rows = table(p2v, "p2v", device)
+    to_physical, virtual_rows, to_virtual, physical_rows = tables(v2p, p2v, device)
     ring = DevicePages.checked(pages, "pages", device, 0)
     there, here = _segments({"starts": starts, "stops": stops, "request_indices": request_indices}, device)
     requests = len(here["starts"]) if "starts" in here else there["starts"][1]
@@ -196,10 +195,11 @@ def free_segment(
     page_size = positive(page_size, "page_size")
     if whole(start, "start") % page_size:
         raise ArgumentError(f"start: expected a multiple of page_size {page_size}, got {start}")
-    tables = (
+    four_tables = (
         *table(owner_v2p, "owner_v2p", device), *table(owner_p2v, "owner_p2v", device),
         *table(other_v2p, "other_v2p", device), *table(other_p2v, "other_p2v", device),
     )  # fmt: skip
+    _refuse_shared(four_tables)
     count = -(-shape[0] // page_size)
     virtual_ring = DevicePages.checked(virtual_pages, "virtual_pages", device, 0)
     owner_ring = DevicePages.checked(owner_pages, "owner_pages", device, count)
@@ -216,10 +216,19 @@ def free_segment(
         return nothing()
     # The owner's list lends its workspace for all three.
     arguments = (
-        at, 1 if strides is None else strides[0], count, page_size, page_shift(page_size), *tables,
-        *virtual_ring[:3], *owner_ring[:3], *other_ring, counters,
+        at, 1 if strides is None else strides[0], count, page_size, page_shift(page_size), *four_tables,
+        *virtual_ring[:3], *owner_ring[:3], *other_ring[:3], owner_ring[3], counters,
     )  # fmt: skip
     return _FREE_SEGMENT.launch((id_type,), device, choose(stream, row_slice), owner_pages.blocks_for(count), THREADS, arguments)
+
+
+def _refuse_shared(four_tables: tuple[int, ...]) -> None:
+    """Raise, if two of the tables share memory."""
+    names = ("owner_v2p", "owner_p2v", "other_v2p", "other_p2v")
+    spans = [(name, four_tables[2 * place], 8 * four_tables[2 * place + 1]) for place, name in enumerate(names)]
+    for place, (name, pointer, size) in enumerate(spans):
+        for other in spans[:place]:
+            refuse_overlap(name, pointer, size, *other)
 
 
 def frontier(key_length: int, window: int, page_size: int, *, old: int = 0, retain: int | None = None) -> int:

@@ -131,6 +131,8 @@ class SimulatedDevice(Device):
             return values.ctypes.data, values.dtype.name, values.shape, strides, 0, True
 
         def simulate(kernel: Any, variant: Any, device: int, stream: int, blocks: int, threads: int, arguments: Any, result: Any = None) -> Any:
+            if launch._mode.planning:
+                return (kernel, variant, device, stream, blocks, threads, arguments, result)
             assert variant in kernel.variants, f"{kernel} declares {kernel.variants}, was launched as {variant}"
             source = kernel_source(kernel.subject, kernel.name)
             bound = dict(zip(source.type_variables, variant, strict=True))
@@ -194,9 +196,11 @@ class _SimulatedReader:
         self._slots = slots
         self._pending: Any = None
 
-    def start(self, stream: int, note: Any) -> None:
-        if self._pending is None and self._source is not None:
-            self._pending = tuple(int(self._source[slot]) for slot in range(self._slots)), note
+    def start(self, stream: int) -> bool:
+        if self._pending is not None or self._source is None:
+            return False
+        self._pending = tuple(int(self._source[slot]) for slot in range(self._slots))
+        return True
 
     def poll(self) -> Any:
         arrived, self._pending = self._pending, None

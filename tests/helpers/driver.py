@@ -52,6 +52,7 @@ class FakeDriver:
         monkeypatch.setattr(devices, "architecture", lambda device: "sm_90")
         monkeypatch.setattr(launch, "cubin", lambda *key: b"\x7fELF" + repr(key).encode())
         monkeypatch.setattr(launch, "_launch_kernel", None)
+        monkeypatch.setattr(launch, "_mode", launch._Mode())
         # CuPy's binding would reach for the real driver.
         monkeypatch.setitem(sys.modules, "cupy_backends.cuda.api.driver", None)
         for kernel in launch.kernels():
@@ -94,6 +95,13 @@ class FakeDriver:
         if answer[0] == 0:
             self.stack.append(context)
         return answer
+
+    def cuCtxGetCurrent(self) -> Any:
+        return self._answer("cuCtxGetCurrent", self.stack[-1] if self.stack else 0)
+
+    def cuCtxSetCurrent(self, context: int) -> Any:
+        self.stack[-1:] = [context]
+        return self._answer("cuCtxSetCurrent")
 
     def cuCtxPopCurrent(self) -> Any:
         return self._answer("cuCtxPopCurrent", self.stack.pop())

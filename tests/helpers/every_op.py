@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from gpukit.kernels import free_list, metadata, page_copy, page_table, sliding_window
+from gpukit.kernels import conv, free_list, gated_delta, gates, metadata, norm, page_copy, page_table, sliding_window, state_slots
 from gpukit.kernels.free_list import DevicePages
+from gpukit.kernels.state_pool import ReplayLog, StatePool
+from tests.helpers.bf16 import random_bits
 
 Make = Callable[[np.ndarray], Any]
 
@@ -226,6 +228,143 @@ def page_copy_ops() -> list[OpCase]:
     ]
 
 
+def gated_delta_ops() -> list[OpCase]:
+    # Small whole numbers and no decay: every product and sum is exact, in whatever order it is taken.
+    rng = np.random.default_rng(4)
+
+    def small(*shape: int, often: float = 0.05) -> np.ndarray:
+        chosen = rng.random(shape)
+        return np.where(chosen < often, 0x3F80, np.where(chosen > 1 - often, 0xBF80, 0)).astype(np.uint16)
+
+    values = {
+        "q": small(2, 3, 1, 64),
+        "k": small(2, 3, 1, 64, often=0.02),
+        "v": small(2, 3, 2, 64, often=0.5),
+        "g": np.zeros((2, 3, 2), np.float32),
+        "beta": np.ones((2, 3, 2), np.float32),
+        "rec": rng.integers(-2, 3, (2, 4, 2, 64, 64)).astype(np.float32),
+        "slots": np.array([2, 0], np.int32),
+    }
+    out = {"out": np.zeros((2, 3, 2, 64), np.uint16)}
+    log = {
+        "log_k": small(2, 3, 3, 1, 64, often=0.02),
+        "log_v": small(2, 3, 3, 2, 64, often=0.5),
+        "gates": np.tile(np.array([0, 1], np.float32), (2, 3, 3, 2, 1)),
+    }
+    histories = {"conv": small(2, 4, 3, 16), "log_conv": small(2, 3, 3, 16, often=0.5)}
+    counts = {"accepted": np.array([2, 1])}
+    exact = {"layer": 1, "scale": 1.0, "normalize": False}
+
+    def inputs(a: dict[str, Any]) -> tuple[Any, ...]:
+        return a["q"], a["k"], a["v"], a["g"], a["beta"], StatePool(a["rec"]), a["slots"]
+
+    def log_of(a: dict[str, Any], name: str = "") -> ReplayLog:
+        return ReplayLog(a[f"{name}log_k"], a[f"{name}log_v"], a[f"{name}gates"], a.get(f"{name}log_conv"))
+
+    return [
+        OpCase("direct", gated_delta.direct, values | out, lambda a: (inputs(a), {**exact, "out": a["out"]})),
+        OpCase("record", gated_delta.record, values | out | log, lambda a: ((*inputs(a), log_of(a)), {**exact, "out": a["out"]})),
+        OpCase(
+            "fold_record",
+            gated_delta.fold_record,
+            values | out | log | counts | {f"new_{name}": np.zeros_like(array) for name, array in log.items()},
+            lambda a: ((*inputs(a), log_of(a), a["accepted"], log_of(a, "new_")), {**exact, "out": a["out"]}),
+        ),
+        OpCase(
+            "fold",
+            gated_delta.fold,
+            {"rec": values["rec"], **log, **histories, "rows": np.array([[0, 0, 2], [1, 3, 3], [2, 2, 0]])},
+            lambda a: ((StatePool(a["rec"], a["conv"]), log_of(a), a["rows"]), {"normalize": False}),
+        ),
+    ]
+
+
+def norm_gate_and_conv_ops() -> list[OpCase]:
+    """Floating-point ops on values far from every tie, so that any device rounds to the same bits."""
+    rng = np.random.default_rng(687)
+    x, gate, weight = random_bits(rng, 3, 64), random_bits(rng, 3, 64), random_bits(rng, 64)
+    columns, taps, history = random_bits(rng, 3, 2, 32), random_bits(rng, 32, 4), random_bits(rng, 5, 3, 32)
+    slots, like_columns = np.array([4, -1, 0]), np.zeros((3, 2, 32), np.uint16)
+    # Above 20 the softplus is exact, and so is the sigmoid of 0 and of numbers whose exponential is lost beside 1.
+    a, b = rng.integers(21, 90, (4, 32)).astype(np.float32), rng.choice([-120, 0, 120], (4, 32)).astype(np.float32)
+    zeros = np.zeros((4, 32), np.float32)
+    return [
+        OpCase("rms_norm", norm.rms_norm, {"x": x, "w": weight, "out": x * 0}, lambda a: ((a["x"], a["w"]), {"out": a["out"]})),
+        OpCase(
+            "gated_rms_norm",
+            norm.gated_rms_norm,
+            {"x": x, "gate": gate, "w": weight, "out": x * 0},
+            lambda a: ((a["x"], a["gate"], a["w"]), {"out": a["out"], "offset": True}),
+        ),
+        OpCase(
+            "gate_control",
+            gates.gate_control,
+            {"a": a, "b": b, "log": zeros[0], "bias": zeros[1] + 2, "g": zeros, "beta": zeros},
+            lambda a: ((a["a"], a["b"], a["log"], a["bias"]), {"g_out": a["g"], "beta_out": a["beta"]}),
+        ),
+        OpCase(
+            "conv1d_silu",
+            conv.conv1d_silu,
+            {"x": columns, "taps": taps, "history": history, "slots": slots, "out": like_columns},
+            lambda a: ((a["x"], a["taps"], a["history"], a["slots"]), {"out": a["out"]}),
+        ),
+        OpCase(
+            "conv1d_silu_record",
+            conv.conv1d_silu_record,
+            {
+                "x": columns,
+                "taps": taps,
+                "history": history,
+                "slots": slots,
+                "log": like_columns,
+                "out": like_columns,
+                "valid": np.array([2, 1, 1]),
+            },
+            lambda a: ((a["x"], a["taps"], a["history"], a["slots"], a["log"]), {"out": a["out"], "valid": a["valid"]}),
+        ),
+    ]
+
+
+def state_slots_ops() -> list[OpCase]:
+    rng = np.random.default_rng(5)
+    history, state = rng.integers(0, 99, (2, 6, 3, 8)).astype(np.uint16), rng.random((2, 6, 4, 8), np.float32)
+    columns, states = rng.integers(0, 99, (2, 3, 4, 3, 8)).astype(np.uint16), rng.random((2, 3, 4, 4, 8), np.float32)
+    pools, recorded = {"history": history, "state": state}, {"columns": columns, "states": states}
+    slots, steps, track = np.array([4, -1, 0]), np.array([3, 2, 0]), np.array([5, 1, -1])
+
+    def parts(a: dict[str, Any]) -> tuple[Any, Any]:
+        return a["history"], a["state"]
+
+    def sources(a: dict[str, Any]) -> tuple[Any, Any]:
+        return a["columns"], a["states"]
+
+    return [
+        OpCase("copy_slots", state_slots.copy_slots, {**pools, "s": steps, "d": slots}, lambda a: ((parts(a), a["s"], a["d"]), {})),
+        OpCase("clear_slots", state_slots.clear_slots, {**pools, "slots": slots}, lambda a: ((parts(a), a["slots"]), {})),
+        OpCase(
+            "scatter_states",
+            state_slots.scatter_states,
+            {**pools, **recorded, "slots": slots, "steps": steps},
+            lambda a: ((sources(a), parts(a), a["slots"], a["steps"]), {}),
+        ),
+        OpCase(
+            "track_states",
+            state_slots.track_states,
+            {**pools, **recorded, "slots": slots, "steps": steps, "track": track},
+            lambda a: ((sources(a), parts(a), a["slots"], a["steps"], a["track"], a["steps"]), {}),
+        ),
+    ]
+
+
 def every_op() -> list[OpCase]:
     """All of them."""
-    return [*page_table_ops(), *free_list_ops(), *sliding_window_ops(), *metadata_ops(), *page_copy_ops()]
+    return [
+        *page_table_ops(),
+        *free_list_ops(),
+        *sliding_window_ops(),
+        *metadata_ops(),
+        *page_copy_ops(),
+        *gated_delta_ops(),
+        *norm_gate_and_conv_ops(),
+        *state_slots_ops(),
+    ]

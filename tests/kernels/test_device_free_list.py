@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from gpukit import ArgumentError, ArgumentTypeError, OutOfPages, Signal
-from gpukit.kernels import free_list
+from gpukit.kernels import free_list, page_table
 from gpukit.kernels.free_list import DevicePages, FreeList
 from tests.helpers.both import POISON, Both, poison
 
@@ -300,3 +300,23 @@ def test_gather_decode_and_compact_refuse_by_name(device: Any) -> None:
         assert not np.asarray(side.longs if side is both.host else device.host(side.longs)).any()
     with pytest.raises(ArgumentError, match=r"^signal: expected a Signal of device"):
         free_list.compact(both.there.ints, both.there.keep, signal=Signal())
+
+
+def test_the_host_never_counts_more_pages_than_the_list_holds(device: Any) -> None:
+    pages = DevicePages(4, like=device.array(np.zeros(1, np.int64)))
+    v2p, p2v = page_table.empty(9)
+    page_table.bind(np.arange(1, 4), np.arange(5, 8), v2p, p2v)
+    page_table.unbind_into(device.array(np.arange(1, 4)), device.array(v2p), device.array(p2v), pages)
+    pages.refresh()
+    pages.fill(device.array(np.array([1, 2])))
+    assert pages.known == 2
+    for _ in range(3 if device.simulated else 1):
+        pages.refresh()
+    if not device.simulated:
+        import cupy
+
+        cupy.cuda.Device().synchronize()
+        pages.refresh()
+    assert pages.known == 4
+    assert device.host(pages.take(4)).tolist() == [5, 6, 7, 1]
+    assert pages.known == 0

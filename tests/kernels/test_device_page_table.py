@@ -124,6 +124,18 @@ def test_binding_bound_pages_again_overwrites(device: Any, size: int, dtype: str
     assert bool(size) <= signal.counts().get("rebound", 0) <= size
 
 
+@pytest.mark.parametrize("garbage", [-2, -3, -(2**40), 30, 2**40])
+@pytest.mark.parametrize("side", [0, 1])
+def test_bind_survives_tables_that_hold_anything(device: Any, side: int, garbage: int) -> None:
+    tables = page_table.empty(9, 5)
+    tables[side][3] = garbage
+    pair = Pair(device, *tables, np.array([3, 2, 4]), np.array([3, 1, 2]))
+    for (a, b, v, p), signal in zip((pair.host, pair.there), pair.signals, strict=True):
+        page_table.bind(v, p, a, b, signal=signal)
+    pair.assert_equal()
+    assert pair.signals[0].counts() == {"rebound": 1}
+
+
 @pytest.mark.parametrize("dtype", IDS)
 @pytest.mark.parametrize("bad", [False, True])
 def test_bind_range_equals_the_reference(device: Any, size: int, dtype: str, bad: bool) -> None:

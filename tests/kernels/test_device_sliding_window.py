@@ -326,14 +326,14 @@ LONGS = np.zeros(3, np.int64)
     ],
 )
 def test_retire_refuses_by_name(error: type[Exception], message: str, changed: dict[str, Any]) -> None:
-    arguments: dict[str, Any] = {"rows": ROWS, "starts": LONGS, "stops": LONGS, "page_size": 4, "v2p": LONGS, "p2v": LONGS}
-    arguments |= {"pages": DevicePages(3)} | changed
+    arguments: dict[str, Any] = {"rows": ROWS, "starts": LONGS, "stops": LONGS, "page_size": 4}
+    arguments |= {"v2p": LONGS.copy(), "p2v": LONGS.copy(), "pages": DevicePages(3)} | changed
     with pytest.raises(error, match=f"^{message}"):
         sliding_window.retire(**arguments)
 
 
 def test_retire_refuses_mixed_places_and_dtypes(device: Any) -> None:
-    both = Both(device, {"pages": 3}, rows=ROWS, starts=LONGS, stops=LONGS, ints=LONGS.astype("int32"), v2p=LONGS, p2v=LONGS)
+    both = Both(device, {"pages": 3}, rows=ROWS, starts=LONGS, stops=LONGS, ints=LONGS.astype("int32"), v2p=LONGS.copy(), p2v=LONGS.copy())
     here, there = both.host, both.there
     with pytest.raises(ArgumentTypeError, match=r"^starts: expected an array in host memory"):
         sliding_window.retire(here.rows, there.starts, here.stops, 4, here.v2p, here.p2v, here.pages)
@@ -368,7 +368,7 @@ def test_retire_refuses_mixed_places_and_dtypes(device: Any) -> None:
 )
 def test_free_segment_refuses_by_name(error: type[Exception], message: str, changed: dict[str, Any]) -> None:
     arguments: dict[str, Any] = {"row_slice": LONGS, "start": 4, "page_size": 4}
-    arguments |= dict.fromkeys(("owner_v2p", "owner_p2v", "other_v2p", "other_p2v"), LONGS)
+    arguments |= {name: LONGS.copy() for name in ("owner_v2p", "owner_p2v", "other_v2p", "other_p2v")}
     arguments |= {name: DevicePages(3) for name in ("virtual_pages", "owner_pages", "other_pages")}
     if changed == {"same": True}:
         changed = {"other_pages": arguments["owner_pages"]}
@@ -394,3 +394,11 @@ def test_frontier_known_answers() -> None:
     """W=127, P=64, L=1024, with the key one token short or whole."""
     assert [sliding_window.frontier(length, 127, 64) for length in (1023, 1024)] == [832, 896]
     assert sliding_window.frontier(np.int64(1024), 127, 64, old=960, retain=128) == 128
+
+
+def test_free_segment_orders_its_tiles_by_the_owners_workspace(device: Any) -> None:
+    tables = [device.array(table) for table in (*page_table.empty(9), *page_table.empty(9))]
+    lists = [DevicePages(capacity, like=tables[0]) for capacity in (9, 9, 5)]
+    plan = sliding_window.free_segment.plan(device.array(np.arange(16, 48)), 0, 4, *tables, *lists)
+    workspaces = [pages.checked("pages", 0, 0)[3] for pages in lists]
+    assert workspaces[1] in plan[6] and workspaces[0] not in plan[6] and workspaces[2] not in plan[6]

@@ -21,15 +21,16 @@ from gpukit.compile.device import (
 from gpukit.kernels.numba._append import finish_tiles, next_tile, push, take_live, tile_base
 from gpukit.kernels.numba._translate import translate_id
 
-# States of a table entry while `bind_pair` owns it; any other thread that meets one waits for it to pass.
+# States of a table entry while `bind_pair` owns it; any other thread that meets one waits for it to pass. No table holds them otherwise.
 # TRYING: its owner waits for nothing and will soon commit or put the old value back.
-# OWNED_BASE - p: its owner has both entries and will store p here, whatever it still waits for.
-TRYING = -2
-OWNED_BASE = -3
+# OWNED + p: its owner has both entries and will store p here, whatever it still waits for.
+TRYING = -(2**63)
+OWNED = TRYING + 1
+LOCKED_BELOW = -(2**62)
 
 
 @device_function
-def bind_pair(v, p, v2p, p2v, signal):
+def bind_pair(v, p, v2p, virtual_rows, p2v, physical_rows, signal):
     # Valid input: both entries are unbound, both exchanges are in flight together, nothing is ever retried.
     old_p = atomic_compare_exchange(v2p, v, -1, TRYING)
     old_v = atomic_compare_exchange(p2v, p, -1, TRYING)
@@ -43,31 +44,32 @@ def bind_pair(v, p, v2p, p2v, signal):
         atomic_exchange(v2p, v, -1)
     if old_v == -1:
         atomic_exchange(p2v, p, -1)
-    rebind_pair(v, p, v2p, p2v, signal)
+    rebind_pair(v, p, v2p, virtual_rows, p2v, physical_rows, signal)
 
 
 @device_function
-def rebind_pair(v, p, v2p, p2v, signal):
+def rebind_pair(v, p, v2p, virtual_rows, p2v, physical_rows, signal):
     # Apply the pair as if alone: take v, then p, or put v back and begin again. Holders of both always finish, so somebody always does.
     while True:
         old_p = atomic_add(v2p, v, 0)
-        if old_p < -1 or atomic_compare_exchange(v2p, v, old_p, TRYING) != old_p:
+        if old_p < LOCKED_BELOW or atomic_compare_exchange(v2p, v, old_p, TRYING) != old_p:
             continue
         old_v = atomic_add(p2v, p, 0)
-        if old_v < -1 or atomic_compare_exchange(p2v, p, old_v, TRYING) != old_v:
+        if old_v < LOCKED_BELOW or atomic_compare_exchange(p2v, p, old_v, TRYING) != old_v:
             atomic_exchange(v2p, v, old_p)
             continue
         break
-    if old_p >= 0 or old_v >= 0:
+    if old_p != -1 or old_v != -1:
         count(signal, REBOUND, 1)
-    atomic_exchange(v2p, v, OWNED_BASE - p)
-    if old_p > 0 and old_p != p:
+    atomic_exchange(v2p, v, OWNED + p)
+    # What a table says may be anything; only a page has a partner.
+    if 0 < old_p <= physical_rows - 2 and old_p != p:
         # Fails only where another thread owns the page and will overwrite it.
         atomic_compare_exchange(p2v, old_p, v, -1)
-    if old_v > 0 and old_v != v:
+    if 0 < old_v <= virtual_rows - 2 and old_v != v:
         # The old owner of p may still be committing to p, or trying: wait until its entry is settled or goes elsewhere.
         seen = atomic_compare_exchange(v2p, old_v, p, -1)
-        while seen == TRYING or seen == OWNED_BASE - p:
+        while seen == TRYING or seen == OWNED + p:
             seen = atomic_compare_exchange(v2p, old_v, p, -1)
     cuda.threadfence()
     atomic_exchange(p2v, p, v)
@@ -84,11 +86,14 @@ def bind(virtual, physical, pairs, v2p, virtual_rows, p2v, physical_rows, signal
         if v < 1 or v > virtual_rows - 2 or p < 1 or p > physical_rows - 2:
             count(signal, OUT_OF_RANGE, 1)
         else:
-            bind_pair(v, p, v2p, p2v, signal)
+            bind_pair(v, p, v2p, virtual_rows, p2v, physical_rows, signal)
 
 
-@kernel(virtual="id*", pairs="int64", first="int64", v2p="int64*", virtual_rows="int64", p2v="int64*", out="int64*", signal="int64*")
-def bind_range(virtual, pairs, first, v2p, virtual_rows, p2v, out, signal):
+@kernel(
+    virtual="id*", pairs="int64", first="int64", v2p="int64*", virtual_rows="int64", p2v="int64*", physical_rows="int64",
+    out="int64*", signal="int64*",
+)  # fmt: skip
+def bind_range(virtual, pairs, first, v2p, virtual_rows, p2v, physical_rows, out, signal):
     i = cuda.grid(1)
     if i < pairs:
         v = int64(virtual[i])
@@ -98,7 +103,7 @@ def bind_range(virtual, pairs, first, v2p, virtual_rows, p2v, out, signal):
             out[i] = -1
         else:
             out[i] = p
-            bind_pair(v, p, v2p, p2v, signal)
+            bind_pair(v, p, v2p, virtual_rows, p2v, physical_rows, signal)
 
 
 @kernel(virtual="id*", pages="int64", v2p="int64*", virtual_rows="int64", p2v="int64*", physical_rows="int64", out="int64*", signal="int64*")

@@ -67,8 +67,8 @@ def gather_extend(
     tokens = np.where(no_tokens, 0, seq - prefix)
     first_page = ceil_div(prefix, page_size)
     needed = np.where(no_tokens, 0, ceil_div(seq, page_size) - first_page)
-    first_free = needed.cumsum() - needed
-    ends = tokens.cumsum()
+    tokens, needed = np.minimum(tokens, num_tokens + 1), np.minimum(needed, num_pages + 1)  # so that no sum can wrap
+    first_free, ends = needed.cumsum() - needed, tokens.cumsum()
     if signal is not None:
         signal.add("mismatch", int(np.count_nonzero(broken)) + int(tokens.sum() != num_tokens))
 

@@ -211,6 +211,7 @@ def gather_translate_window(
 
     targets = list(outs) if virtual_out is None else [*outs, virtual_out]
     room = min(len(out) for out in targets)
+    widths = np.minimum(widths, room + 1)  # so that no sum can wrap
     ends = widths.cumsum()
     if signal is not None:
         signal.add("mismatch", int(widths.sum() > room))
