@@ -551,7 +551,10 @@ def _log(log: ReplayLog, name: str, pool: StatePool, items: int, tokens: int, ke
 
 
 def _refuse_overlap(log: ReplayLog, name: str, other: StatePool | ReplayLog, other_name: str) -> None:
+    if other in log.apart_from:
+        return
     if log.span[0] < other.span[1] and other.span[0] < log.span[1]:
         for part in log.extents():
             if any(may_overlap(part, theirs) for theirs in other.extents()):
                 raise ArgumentError(f"{name}: expected memory of its own, but it overlaps {other_name}")
+    log.apart_from.add(other)

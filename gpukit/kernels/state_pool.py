@@ -6,6 +6,7 @@ what happens to states is in `gated_delta`.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from gpukit import arrays
@@ -64,7 +65,7 @@ class StatePool:
 
     __slots__ = (
         "channels", "conv", "conv_layer_stride", "conv_pointer", "conv_slot_stride", "device", "dim", "heads", "layer_stride", "layers",
-        "pointer", "rec", "slot_stride", "slots", "span",
+        "__weakref__", "pointer", "rec", "slot_stride", "slots", "span",
     )  # fmt: skip
 
     def __init__(self, rec: Any, conv: Any = None):
@@ -153,8 +154,8 @@ class ReplayLog:
     """
 
     __slots__ = (
-        "channels", "conv", "conv_pointer", "device", "dim", "gates", "gates_pointer", "heads", "k", "k_pointer", "key_heads", "layers", "rows",
-        "span", "v", "v_pointer", "width",
+        "__weakref__", "apart_from", "channels", "conv", "conv_pointer", "device", "dim", "gates", "gates_pointer", "heads", "k", "k_pointer",
+        "key_heads", "layers", "rows", "span", "v", "v_pointer", "width",
     )  # fmt: skip
 
     def __init__(self, k: Any, v: Any, gates: Any, conv: Any = None):
@@ -187,6 +188,8 @@ class ReplayLog:
                 if may_overlap(parts[j], part):
                     raise ArgumentError(f"{names[i]}: expected memory of its own, but it overlaps {names[j]}")
         self.span = _hull(parts)
+        # Pools and logs found to share no memory with this one; nothing about either can change.
+        self.apart_from: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @classmethod
     def allocate(cls, layers: int, rows: int, width: int, key_heads: int, heads: int, dim: int, *, channels: int = 0, like: Any = None) -> ReplayLog:

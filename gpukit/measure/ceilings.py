@@ -35,14 +35,15 @@ int main() {
     std::vector<double> samples;
     cudaStream_t stream;
     if (cudaStreamCreate(&stream) != cudaSuccess) return 1;
-    for (int round = 0; round < 42; ++round) {
+    for (int round = 0; round < 120; ++round) {
         cudaStreamSynchronize(stream);
         const auto start = std::chrono::steady_clock::now();
         for (int i = 0; i < 200; ++i) kernel<<<1, 64, 0, stream>>>(nullptr, nullptr, nullptr, 1, 2);
         samples.push_back(std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count() / 200);
     }
     std::sort(samples.begin(), samples.end());
-    std::printf("%f\n", samples[21]);
+    // A low quantile: what the host does besides only ever adds.
+    std::printf("%f\n", samples[30]);
     return cudaDeviceSynchronize() != cudaSuccess;
 }
 """
