@@ -113,6 +113,9 @@ class Signal:
 
                 self._device_counters = DeviceCounters(arrays.device_of(like), len(SIGNAL_KINDS))
 
+    def __repr__(self) -> str:
+        return f"Signal({'host' if self.device is None else f'device {self.device}'})"
+
     @property
     def device(self) -> int | None:
         """Ordinal of the device that counts, None on the host."""

@@ -324,6 +324,9 @@ class PreparedCall(Generic[R]):
         kernel.make_packer(arguments)(self._packed.buffer, 0, *arguments)
         self._call = (kernel.load(variant, device, stream), blocks, 1, 1, threads, 1, 1, 0, stream, self._packed.pointer, 0)
 
+    def __repr__(self) -> str:
+        return "PreparedCall(host)" if self._call is None else f"PreparedCall(device {self._device}, stream {self._stream:#x})"
+
     def __call__(self) -> R:
         if self._call is None:
             if self._instead:

@@ -71,6 +71,9 @@ class FreeList:
     def __len__(self) -> int:
         return self._length
 
+    def __repr__(self) -> str:
+        return f"FreeList({self._length} pages, {arrays.place(arrays.device_of(self._pages))})"
+
     @property
     def pages(self) -> Any:
         """The pages not taken yet, as a view."""
@@ -78,6 +81,11 @@ class FreeList:
 
     def take(self, n: int) -> Any:
         """The next `n` pages as a view; the list goes on behind them.
+
+        Returns
+        -------
+        int64 array, shape (n,)
+            A view of the list's array: not copied, never written by the list.
 
         Raises
         ------
@@ -219,7 +227,21 @@ class DevicePages:
         self._count(length)
 
     def take(self, n: int, *, out: Any = None, stream: Any = None) -> Any:
-        """Pop the `n` oldest pages into a new array or `out` (int64, shape (n,)): one launch.
+        """Pop the `n` oldest pages: one launch.
+
+        Parameters
+        ----------
+        n : int
+            How many; at most `known`.
+        out : int64 array, shape (n,), optional
+            Receives the pages.
+        stream : stream, optional
+            Where to launch; the current stream of the list's library by default.
+
+        Returns
+        -------
+        int64 array, shape (n,)
+            `out`, or a new array of the list's library.
 
         Raises
         ------
