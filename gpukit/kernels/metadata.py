@@ -142,8 +142,8 @@ def _requests(request_indices: Any, lanes: int, num_rows: int, device: int, like
 
 def _batch(
     rows: Any, lens: Any, page_size: int, delta: int, request_indices: Any, granularity: str, valid: Any
-) -> tuple[int, str, int, int, tuple[int, ...]]:
-    """Check what the read ops begin with: ``(device, dtype of the rows, lanes, tokens of a row, kernel arguments)``."""
+) -> tuple[int, str, int, int, tuple[int, ...], tuple[int, int]]:
+    """Check what the read ops begin with: ``(device, dtype of the rows, lanes, tokens of a row, kernel arguments, address and bytes of lens)``."""
     row_arguments, num_rows, width, id_type, device = _rows(rows)
     pointer, lanes, length_type, _ = vector(lens, "lens", IDS, device)
     requests = _requests(request_indices, lanes, num_rows, device, "lens")
@@ -156,7 +156,7 @@ def _batch(
         raise ArgumentError(f"granularity: expected 'token' or 'page', got {granularity!r}")
     lengths = (*_pair(pointer, length_type), lanes, delta)
     arguments = (*row_arguments, *entries, page_size, shift, *lengths, *requests, *_number_of_lanes(valid, "valid", lanes, device))
-    return device, id_type, lanes, width * entries[2], arguments
+    return device, id_type, lanes, width * entries[2], arguments, (pointer, ITEMSIZE[length_type] * lanes)
 
 
 def _table_out(out: Any, name: str, lanes: int, device: int) -> tuple[int, int, int, int]:
@@ -258,7 +258,7 @@ def read_table(
     array([[8, 5, 0], [3, 0, 0]], dtype=int32)
     """
     page_size, delta = positive(page_size, "page_size"), whole(delta, "delta", -(2**31), 2**31)
-    device, id_type, lanes, _, batch = _batch(rows, lens, page_size, delta, request_indices, granularity, valid)
+    device, id_type, lanes, _, batch, _ = _batch(rows, lens, page_size, delta, request_indices, granularity, valid)
     table = readable_table(v2p, "v2p", device)
     target = _table_out(out, "out", lanes, device)
     if device < 0:
@@ -330,7 +330,7 @@ def read_stream(
     array([32, 33, 34, 35, 20, 21, 12, 13])
     """
     page_size, delta = positive(page_size, "page_size"), whole(delta, "delta", -(2**31), 2**31)
-    device, id_type, lanes, tokens, batch = _batch(rows, lens, page_size, delta, request_indices, granularity, valid)
+    device, id_type, lanes, tokens, batch, _ = _batch(rows, lens, page_size, delta, request_indices, granularity, valid)
     table = readable_table(v2p, "v2p", device)
     target = _stream_out(indptr, out, "out", lanes, device)
     if device < 0:
@@ -403,7 +403,7 @@ def read_table_and_stream(
     (array([[8, 5], [3, 0]], dtype=int32), array([32, 33, 34, 35, 20, 21, 12, 13]))
     """
     page_size, delta = positive(page_size, "page_size"), whole(delta, "delta", -(2**31), 2**31)
-    device, id_type, lanes, tokens, batch = _batch(rows, lens, page_size, delta, request_indices, granularity, valid)
+    device, id_type, lanes, tokens, batch, _ = _batch(rows, lens, page_size, delta, request_indices, granularity, valid)
     table = readable_table(v2p, "v2p", device)
     table_target = _table_out(table_out, "table_out", lanes, device)
     stream_target = _stream_out(indptr, stream_out, "stream_out", lanes, device)
@@ -492,15 +492,14 @@ def decode_metadata(
     (array([[8, 5, 0], [3, 0, 0]], dtype=int32), array([[0, 2, 0], [3, 0, 0]], dtype=int32))
     """
     page_size, delta = positive(page_size, "page_size"), whole(delta, "delta", -(2**31), 2**31)
-    device, id_type, lanes, _, batch = _batch(rows, lens, page_size, delta, request_indices, granularity, valid)
+    device, id_type, lanes, _, batch, read = _batch(rows, lens, page_size, delta, request_indices, granularity, valid)
     if not isinstance(spaces, AddressSpaces):
         raise ArgumentTypeError(f"spaces: expected an AddressSpaces, got {type(spaces).__name__}")
     lengths = arrays.output(lengths_out, "lengths_out", _INT32, device, lanes)[0]
     sums = arrays.output(cu_lengths_out, "cu_lengths_out", _INT32, device, lanes + 1)[0]
-    read, _, length_type, _ = vector(lens, "lens", IDS, device)
     # Every block sums the lengths before its own again.
-    refuse_overlap("lengths_out", lengths, 4 * lanes, "lens", read, ITEMSIZE[length_type] * lanes)
-    refuse_overlap("cu_lengths_out", sums, 4 * lanes + 4, "lens", read, ITEMSIZE[length_type] * lanes)
+    refuse_overlap("lengths_out", lengths, 4 * lanes, "lens", *read)
+    refuse_overlap("cu_lengths_out", sums, 4 * lanes + 4, "lens", *read)
     full = (*readable_table(spaces.table("full"), "spaces.full", device), *_table_out(full_out, "full_out", lanes, device))
     swa = (0, 0, 0, 0, 0, 0)
     if swa_out is not None:
