@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from gpukit import devices
@@ -29,6 +30,15 @@ with contextlib.suppress(ImportError):
 
 # Peers import what the base installation lacks.
 collect_ignore = ["peers"]
+
+
+def there(values: np.ndarray) -> Any:
+    """A copy as a torch tensor on the device; as a NumPy array where there is no GPU."""
+    if not GPU:
+        return values.copy()
+    import torch
+
+    return torch.from_numpy(values).cuda()
 
 
 class DeviceClock:

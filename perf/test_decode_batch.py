@@ -10,19 +10,10 @@ import pytest
 
 from gpukit.kernels import free_list, metadata, page_table, sliding_window
 from gpukit.kernels.free_list import DevicePages
-from perf.conftest import GPU, on_device
+from perf.conftest import on_device, there
 from perf.shapes import BATCHES, CONTEXT, PAGE_SIZE
 
 pytestmark = on_device
-
-
-def there(values: np.ndarray) -> Any:
-    """On the device, where there is one."""
-    if not GPU:
-        return values.copy()
-    import torch
-
-    return torch.from_numpy(values).cuda()
 
 
 def bound_tables(pages: int) -> tuple[Any, Any]:

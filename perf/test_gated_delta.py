@@ -15,7 +15,7 @@ import pytest
 
 from gpukit.kernels import gated_delta
 from gpukit.kernels.state_pool import ReplayLog, StatePool
-from perf.conftest import GPU, on_device
+from perf.conftest import GPU, on_device, there
 
 pytestmark = on_device
 
@@ -25,15 +25,6 @@ ROTATED_BYTES = 260e6 if GPU else 0.0
 MODEL_LAYERS = 30 if GPU else 2
 TOKEN_BYTES = 2 * (2 * KEY_HEADS + 2 * HEADS) * DIM + 8 * HEADS  # q, k, v, out and gates
 LOG_BYTES = 2 * (KEY_HEADS + HEADS) * DIM + 8 * HEADS
-
-
-def there(values: np.ndarray) -> Any:
-    """On the device, where there is one."""
-    if not GPU:
-        return values
-    import torch
-
-    return torch.from_numpy(values).cuda()
 
 
 def like() -> Any:

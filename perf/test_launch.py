@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gpukit.kernels import calibration, page_table
-from perf.conftest import GPU
+from perf.conftest import GPU, there
 
 gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
 PAGES = 64
@@ -17,12 +17,8 @@ PAGES = 64
 
 def make(library: str, values: np.ndarray) -> Any:
     """A device array of a library; NumPy where there is no GPU."""
-    if not GPU:
-        return values.copy()
-    if library == "torch":
-        import torch
-
-        return torch.from_numpy(values.copy()).cuda()
+    if not GPU or library == "torch":
+        return there(values)
     if library == "numba":
         from numba import cuda
 

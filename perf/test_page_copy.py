@@ -9,19 +9,10 @@ import numpy as np
 import pytest
 
 from gpukit.kernels import page_copy
-from perf.conftest import GPU, on_device
+from perf.conftest import GPU, on_device, there
 from perf.shapes import KV_STORES, PAGE_COPIES
 
 pytestmark = on_device
-
-
-def there(values: np.ndarray) -> Any:
-    """On the device, where there is one."""
-    if not GPU:
-        return values.copy()
-    import torch
-
-    return torch.from_numpy(values).cuda()
 
 
 def buffer_of(size: int) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gpukit.kernels import page_table
-from perf.conftest import GPU, on_device
+from perf.conftest import GPU, on_device, there
 from perf.shapes import PAGE_COUNTS, PAGE_SIZE
 
 pytestmark = on_device
@@ -29,9 +29,9 @@ class Case:
         # As many nodes as warm-up calls and the graph together use.
         pages = count * (NODES + 3)
         rng = np.random.default_rng(count)
-        self.v2p, self.p2v = (self._device(table) for table in page_table.empty(pages + 1))
-        self.virtual, self.physical = (self._device(rng.permutation(pages) + 1) for _ in range(2))
-        self.out = self._device(np.zeros(pages, np.int64))
+        self.v2p, self.p2v = (there(table) for table in page_table.empty(pages + 1))
+        self.virtual, self.physical = (there(rng.permutation(pages) + 1) for _ in range(2))
+        self.out = there(np.zeros(pages, np.int64))
         self.module: Any = page_table
         if implementation == "triton":
             if not GPU:
@@ -39,14 +39,6 @@ class Case:
             self.module = pytest.importorskip("perf.peers.triton_paging")
         self._position = itertools.cycle(range(NODES + 3))
         self.reset()
-
-    @staticmethod
-    def _device(values: np.ndarray) -> Any:
-        if not GPU:
-            return values.copy()
-        import torch
-
-        return torch.from_numpy(values).cuda()
 
     def reset(self) -> None:
         """Unbound tables for the ops that bind, bound ones for the others."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gpukit.kernels import conv, gates, norm, state_slots
-from perf.conftest import GPU, on_device
+from perf.conftest import GPU, on_device, there
 
 pytestmark = on_device
 
@@ -19,15 +19,6 @@ CHANNELS = 8_192
 HEADS, HEAD_WIDTH = 32, 128
 # Layers of recurrent state, and steps of a verification.
 LAYERS, TOKENS = 30, 4
-
-
-def there(values: np.ndarray) -> Any:
-    """On the device, where there is one."""
-    if not GPU:
-        return values.copy()
-    import torch
-
-    return torch.from_numpy(values).cuda()
 
 
 def zeros(*shape: int, dtype: str = "uint16") -> Any:

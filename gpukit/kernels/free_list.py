@@ -12,7 +12,7 @@ from typing import Any
 from gpukit import arrays, devices
 from gpukit.arrays import ITEMSIZE, describe, library_of, vector
 from gpukit.errors import ArgumentError, ArgumentTypeError, OutOfPages, Signal
-from gpukit.kernels._plans import THREADS, blocks_for, out_vector, page_shift, positive, refuse_overlap, signal_pointer, whole
+from gpukit.kernels._plans import THREADS, allocate, blocks_for, out_vector, page_shift, positive, refuse_overlap, signal_pointer, whole
 from gpukit.kernels.reference import free_list as reference
 from gpukit.launch import IDS, Kernel, host, nothing, operation
 from gpukit.streams import choose, current
@@ -372,11 +372,11 @@ def gather_extend(
     if num_pages > listed:
         raise OutOfPages(f"free_pages: expected at least the {num_pages} pages of num_pages, got {listed}")
     if out is not None:
-        at = arrays.output(out, "out", ("int64",), device, num_tokens)[0]
+        result = arrays.output(out, "out", ("int64",), device, num_tokens)[0]
         inputs = (("prefix_lens", prefixes, length_type), ("seq_lens", lengths, length_type), ("last_loc", last, id_type))
         for name, pointer, dtype in inputs:
-            _refuse_overlap("out", at, 8 * num_tokens, name, pointer, dtype, requests)
-        _refuse_overlap("out", at, 8 * num_tokens, "free_pages", free, "int64", num_pages)
+            _refuse_overlap("out", result, 8 * num_tokens, name, pointer, dtype, requests)
+        _refuse_overlap("out", result, 8 * num_tokens, "free_pages", free, "int64", num_pages)
     if device < 0:
         return host(
             reference.gather_extend,
@@ -384,7 +384,8 @@ def gather_extend(
         )  # fmt: skip
     counters = signal_pointer(signal, device)
     launch_stream = choose(stream, prefix_lens)
-    out, result = out_vector(out, "out", num_tokens, "int64", device, prefix_lens, launch_stream)
+    if out is None:
+        out, result = allocate("out", num_tokens, "int64", prefix_lens, launch_stream)
     if num_tokens == 0 and (requests == 0 or not counters):
         return nothing(out)
     arguments = (prefixes, lengths, last, requests, free, num_pages, page_size, page_shift(page_size), result, num_tokens, counters)
@@ -458,7 +459,8 @@ def gather_decode(
     if device < 0:
         return host(reference.gather_decode, seq_lens, last_loc, free_pages, page_size, out=out, signal=signal)
     counters = signal_pointer(signal, device)
-    out, result = out_vector(out, "out", requests, "int64", device, seq_lens, launch_stream)
+    if out is None:
+        out, result = allocate("out", requests, "int64", seq_lens, launch_stream)
     if requests == 0:
         return nothing(out)
     arguments = (lengths, last, requests, free, num_pages, page_size, page_shift(page_size), result, counters)
@@ -513,13 +515,15 @@ def compact(ids: Any, keep: Any, *, out: Any = None, out_len: Any = None, stream
         _refuse_overlap("out", result, size, "ids", source, id_type, length)
         _refuse_overlap("out", result, size, "keep", flags, flag_type, length)
     if out_len is not None:
-        arrays.output(out_len, "out_len", ("int64",), device, 1)
+        number = arrays.output(out_len, "out_len", ("int64",), device, 1)[0]
     if device < 0:
         return host(reference.compact, ids, keep, out=out, out_len=out_len, signal=signal)
     signal_pointer(signal, device)
     launch_stream = choose(stream, ids)
-    out, result = out_vector(out, "out", length, id_type, device, ids, launch_stream)
-    out_len, number = out_vector(out_len, "out_len", 1, "int64", device, ids, launch_stream)
+    if out is None:
+        out, result = allocate("out", length, id_type, ids, launch_stream)
+    if out_len is None:
+        out_len, number = allocate("out_len", 1, "int64", ids, launch_stream)
     arguments = (source, flags, length, result, number)
     blocks = min(max(blocks_for(length), 1), _MOST_COUNTING_BLOCKS)
     return _COMPACT.launch((id_type,), device, launch_stream, blocks, THREADS, arguments, (out, out_len))

@@ -19,12 +19,12 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-from gpukit.arrays import ITEMSIZE, contiguous_strides, describe, vector
+from gpukit.arrays import ITEMSIZE, contiguous_strides, describe, overlap, vector
 from gpukit.errors import ArgumentError, ArgumentTypeError, Signal
 from gpukit.kernels._plans import allocate, refuse_other_device, signal_pointer, whole
 from gpukit.kernels._tensors import BF16
 from gpukit.kernels.reference import gated_delta as reference
-from gpukit.kernels.state_pool import DIMS, ReplayLog, StatePool, may_overlap
+from gpukit.kernels.state_pool import DIMS, ReplayLog, StatePool
 from gpukit.launch import IDS, Kernel, host, nothing, operation
 from gpukit.streams import choose
 
@@ -555,6 +555,6 @@ def _refuse_overlap(log: ReplayLog, name: str, other: StatePool | ReplayLog, oth
         return
     if log.span[0] < other.span[1] and other.span[0] < log.span[1]:
         for part in log.extents():
-            if any(may_overlap(part, theirs) for theirs in other.extents()):
+            if any(overlap(part, theirs) for theirs in other.extents()):
                 raise ArgumentError(f"{name}: expected memory of its own, but it overlaps {other_name}")
     log.apart_from.add(other)

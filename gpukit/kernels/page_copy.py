@@ -13,6 +13,7 @@ from gpukit import arrays
 from gpukit.arrays import ITEMSIZE, describe, vector
 from gpukit.errors import ArgumentError, ArgumentTypeError, Signal
 from gpukit.kernels._plans import refuse_other_device, signal_pointer, whole
+from gpukit.kernels._tensors import same_bytes
 from gpukit.kernels.reference import page_copy as reference
 from gpukit.launch import IDS, Kernel, host, nothing, operation
 from gpukit.streams import choose
@@ -39,10 +40,6 @@ _SHIFT_STEPS = 8
 
 # Up to here (4 MB) a thread moves one vector, so that the work is on every multiprocessor at once; beyond, several.
 _FEW_VECTORS = 1 << 18
-
-# dtypes that stand for each other, because an array library may lack one of them.
-_TWINS = (("uint16", "bfloat16"), ("uint8", "float8_e4m3fn"), ("uint8", "float8_e5m2"))
-_SAME_BYTES = {*_TWINS, *((other, one) for one, other in _TWINS)}
 
 
 @operation
@@ -322,7 +319,7 @@ def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 def _target(array: Any, name: str, values: str, shape: tuple[int, ...], row_bytes: int, dtype: str, device: int) -> tuple[int, int, int]:
     """Pointer, slots and bytes from slot to slot of the rows that `values` are written to."""
     pointer, own_shape, stride, _, own_dtype, _, writable = _rows(array, name, device)
-    if own_dtype != dtype and (own_dtype, dtype) not in _SAME_BYTES:
+    if not same_bytes(own_dtype, dtype):
         raise ArgumentTypeError(f"{name}: expected dtype {dtype} like {values}, got {own_dtype}")
     if own_shape[1:] != shape[1:]:
         raise ArgumentError(f"{name}: expected rows of shape {tuple(shape[1:])} like {values}, got shape {tuple(own_shape)}")

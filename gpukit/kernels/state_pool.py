@@ -10,7 +10,7 @@ import weakref
 from typing import Any
 
 from gpukit import arrays
-from gpukit.arrays import ITEMSIZE, describe, overlap
+from gpukit.arrays import ITEMSIZE, Extent, describe, overlap, span
 from gpukit.errors import ArgumentError, ArgumentTypeError
 from gpukit.kernels._plans import positive, refuse_other_device
 from gpukit.kernels._tensors import BF16
@@ -22,8 +22,6 @@ DIMS = (64, 128)
 # Columns of a convolution's history: four taps, one of them the token itself.
 TAPS = 3
 _ALIGNMENT = 16
-
-Extent = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 
 
 class StatePool:
@@ -185,7 +183,7 @@ class ReplayLog:
         names = ("k", "v", "gates", "conv")
         for i, part in enumerate(parts):
             for j in range(i):
-                if may_overlap(parts[j], part):
+                if overlap(parts[j], part):
                     raise ArgumentError(f"{names[i]}: expected memory of its own, but it overlaps {names[j]}")
         self.span = _hull(parts)
         # Pools and logs found to share no memory with this one; nothing about either can change.
@@ -216,20 +214,9 @@ class ReplayLog:
         return found
 
 
-def may_overlap(first: Extent, second: Extent) -> bool:
-    """Whether two parts share memory; exact, where a look at where they begin and end does not settle it."""
-    (a, b), (c, d) = _span(first), _span(second)
-    return a < d and c < b and overlap(first, second)
-
-
-def _span(extent: Extent) -> tuple[int, int]:
-    pointer, size, shape, strides = extent
-    return pointer, pointer + size * (1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)))
-
-
 def _hull(extents: list[Extent]) -> tuple[int, int]:
     """From the first byte of all parts to behind the last one."""
-    spans = [_span(extent) for extent in extents]
+    spans = [span(extent) for extent in extents]
     return min(begin for begin, _ in spans), max(end for _, end in spans)
 
 
