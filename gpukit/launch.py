@@ -13,7 +13,8 @@ import functools
 import os
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
 
 from gpukit import devices
@@ -21,7 +22,7 @@ from gpukit.arrays import HOST
 from gpukit.compile import count_loaded, cubin
 from gpukit.errors import ArgumentError, ArgumentTypeError, ColdKernelError, DeviceError, ForkError, Signal
 
-__all__ = ["IDS", "Kernel", "Operation", "Plan", "PreparedCall", "host", "kernels", "nothing", "operation", "warmup"]
+__all__ = ["IDS", "Kernel", "Operation", "Plan", "PreparedCall", "host", "kernels", "launch_all", "nothing", "operation", "overlapping", "warmup"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,21 +31,34 @@ R_co = TypeVar("R_co", covariant=True)
 # The dtypes that page ids, lengths and request indices may have.
 IDS = ("int32", "int64")
 
+# (kernel, blocks, threads, arguments), one of several.
+Launch = tuple["Kernel", int, int, tuple[Any, ...]]
+
 # (kernel, variant, device, stream, blocks, threads, arguments, result); without a kernel `arguments` is what to call instead, if anything.
 Plan = tuple[Any, ...]
 
 _MOST_PARAMETERS = 40
 _HANDLES_OF_DEFAULT_STREAMS = (0, 1, 2)
+# Shared memory that every kernel may have at its launch.
+_PLAIN_SHARED_BYTES = 48 * 1024
 
 _kernels: list[Kernel] = []
 _load_lock = threading.RLock()
 
 
 class _Mode(threading.local):
-    """What one thread is doing: whether its next launch is to be planned, not made, and whether it has ever had a context."""
+    """What one thread is doing: whether its next launch is to be planned, not made, whether its launches may overlap, and whether either is
+    the case; whether it has ever had a context."""
 
     planning = False
+    overlapping = False
+    special = False
     has_context = False
+
+    def set(self, *, planning: bool | None = None, overlapping: bool | None = None) -> None:
+        self.planning = self.planning if planning is None else planning
+        self.overlapping = self.overlapping if overlapping is None else overlapping
+        self.special = self.planning or self.overlapping
 
 
 _mode = _Mode()
@@ -78,6 +92,10 @@ class Kernel:
     language : {"numba", "cuda"}
     doubles : tuple of int
         Positions of the parameters that are doubles; all others are integers.
+    early : bool
+        Whether its device code begins with ``wait_for_predecessor``, so that it may be launched before the kernel in front has ended.
+    shared_bytes : int
+        Shared memory of a block that is sized at the launch (``extern __shared__``); more than 48 KiB is asked for when it is loaded.
     """
 
     def __init__(
@@ -87,6 +105,8 @@ class Kernel:
         variants: Sequence[tuple[str, ...]] = ((),),
         language: str = "numba",
         doubles: tuple[int, ...] = (),
+        early: bool = False,
+        shared_bytes: int = 0,
     ):
         self.subject = subject
         self.name = name
@@ -94,6 +114,8 @@ class Kernel:
         self.language = language
         self.handles: dict[tuple[tuple[str, ...], int], Any] = {}
         self.doubles = doubles
+        self.early = early
+        self.shared_bytes = shared_bytes
         self.pack_into: Callable[..., None] | None = None
         _kernels.append(self)
 
@@ -125,7 +147,7 @@ class Kernel:
         self, variant: tuple[str, ...], device: int, stream: int, blocks: int, threads: int, arguments: tuple[Any, ...], result: Any = None
     ) -> Any:
         """What an op on device arrays ends with: launch a variant on a stream and return `result`."""
-        if _mode.planning:
+        if _mode.special and _mode.planning:
             return (self, variant, device, stream, blocks, threads, arguments, result)
         handle = self.handles.get((variant, device)) or self.load(variant, device, stream)
         try:
@@ -136,11 +158,14 @@ class Kernel:
         if stream in _HANDLES_OF_DEFAULT_STREAMS and not _mode.has_context:
             _give_context(device)
         try:
-            _launch_kernel(handle, blocks, 1, 1, threads, 1, 1, 0, stream, packed.pointer, 0)
+            if _mode.special and self.early:
+                _launch_early(device, handle, blocks, threads, self.shared_bytes, stream, packed.pointer)
+            else:
+                _launch_kernel(handle, blocks, 1, 1, threads, 1, 1, self.shared_bytes, stream, packed.pointer, 0)
         except ForkError:
             raise
         except Exception:
-            _submit(device, stream, (handle, blocks, 1, 1, threads, 1, 1, 0, stream, packed.pointer, 0))
+            _submit(device, stream, (handle, blocks, 1, 1, threads, 1, 1, self.shared_bytes, stream, packed.pointer, 0))
         # The driver copied the arguments before it returned.
         _free_buffers.append(packed)
         return result
@@ -156,6 +181,9 @@ class Kernel:
         library = _library(self.language, self.subject, self.name if self.language == "numba" else "", variant, devices.architecture(device))
         kernel = devices.call(bindings.cuLibraryGetKernel(library, f"gpukit_{self.name}".encode()), "cuLibraryGetKernel")
         relaxed = bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        if self.shared_bytes > _PLAIN_SHARED_BYTES:
+            attribute = bindings.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            devices.call(bindings.cuKernelSetAttribute(attribute, self.shared_bytes, kernel, device), "cuKernelSetAttribute")
         with devices.current(device):
             # Loading into the context now keeps lazy loading out of a later capture; another thread may be capturing meanwhile.
             mode = devices.call(bindings.cuThreadExchangeStreamCaptureMode(relaxed), "cuThreadExchangeStreamCaptureMode")
@@ -270,6 +298,44 @@ def _give_context(device: int) -> None:
     _mode.has_context = True
 
 
+@contextmanager
+def overlapping(on: bool = True) -> Iterator[None]:
+    """Let kernels that this thread launches in the block begin before the kernel in front of them on their stream has ended.
+
+    They come up, read their parameters and wait, on the device, until all that was written in front of them is there (programmatic dependent
+    launch), so results are the same. Worth most between the small kernels of a captured decode step, where it hides what a launch costs the
+    device; a launch costs the host more this way, so it pays inside captures. Kernels without the wait are launched the plain way, and all are on
+    devices before compute capability 9.0.
+
+    Examples
+    --------
+    >>> with overlapping():
+    ...     pass  # calls of ops, usually inside `gpukit.graphs.capture`
+    """
+    before = _mode.overlapping
+    _mode.set(overlapping=on)
+    try:
+        yield
+    finally:
+        _mode.set(overlapping=before)
+
+
+def _launch_early(device: int, handle: int, blocks: int, threads: int, shared_bytes: int, stream: int, arguments: int) -> None:
+    """A launch that may begin before the kernel in front has ended, where the device can do that."""
+    if devices.properties(device).compute_capability < (9, 0):
+        return cast("None", _launch_kernel(handle, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, arguments, 0))
+    bindings = devices.driver()
+    attribute = bindings.CUlaunchAttribute()
+    attribute.id = bindings.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    config = bindings.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = shared_bytes
+    config.hStream, config.attrs, config.numAttrs = stream, [attribute], 1
+    return devices.call(bindings.cuLaunchKernelEx(config, handle, arguments, 0), "cuLaunchKernelEx")  # type: ignore[no-any-return]
+
+
 def _submit(device: int, stream: int, call: tuple[Any, ...]) -> None:
     """Launch in the device's context where the stream does not name one, and explain what the driver refuses."""
     launch = devices.driver().cuLaunchKernel
@@ -296,6 +362,24 @@ def host(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
+def launch_all(launches: Sequence[Launch], device: int, stream: int, result: Any = None, kept: Any = None) -> Any:
+    """What an op ends with that takes several launches, one behind the other on its stream; a plan of them also holds `kept`."""
+    # All or none: the second kernel must not be found cold, inside a capture, when the first has been launched.
+    for kernel, _, _, _ in launches:
+        kernel.load((), device, stream)
+    made = [kernel.launch((), device, stream, blocks, threads, arguments) for kernel, blocks, threads, arguments in launches]
+    if not _mode.planning:
+        return result
+    calls: list[PreparedCall[Any]] = [PreparedCall(plan, (kept,)) for plan in made]
+
+    def launch_again() -> Any:
+        for call in calls:
+            call()
+        return result
+
+    return (None, (), HOST, 0, 0, 0, launch_again, result)
+
+
 def nothing(result: Any = None) -> Any:
     """What an op ends with that has nothing to launch."""
     return (None, (), HOST, 0, 0, 0, None, result) if _mode.planning else result
@@ -307,7 +391,7 @@ class PreparedCall(Generic[R]):
     It holds its arrays, and is safe to call from several threads. The stream is the one of the moment of preparation.
     """
 
-    __slots__ = ("_call", "_device", "_instead", "_kept", "_packed", "_stream", "result")
+    __slots__ = ("_call", "_device", "_early", "_instead", "_kept", "_packed", "_stream", "result")
 
     def __init__(self, plan: Plan, kept: tuple[Any, ...]):
         kernel, variant, device, stream, blocks, threads, arguments, self.result = plan
@@ -320,9 +404,10 @@ class PreparedCall(Generic[R]):
         if kernel is None:
             self._instead = arguments
             return
+        self._early = kernel.early
         self._packed = _Packed()
         kernel.make_packer(arguments)(self._packed.buffer, 0, *arguments)
-        self._call = (kernel.load(variant, device, stream), blocks, 1, 1, threads, 1, 1, 0, stream, self._packed.pointer, 0)
+        self._call = (kernel.load(variant, device, stream), blocks, 1, 1, threads, 1, 1, kernel.shared_bytes, stream, self._packed.pointer, 0)
 
     def __repr__(self) -> str:
         return "PreparedCall(host)" if self._call is None else f"PreparedCall(device {self._device}, stream {self._stream:#x})"
@@ -335,7 +420,11 @@ class PreparedCall(Generic[R]):
         if self._stream in _HANDLES_OF_DEFAULT_STREAMS and not _mode.has_context:
             _give_context(self._device)
         try:
-            _launch_kernel(*self._call)
+            if self._early and _mode.overlapping:
+                handle, blocks, _, _, threads, _, _, shared_bytes, *_ = self._call
+                _launch_early(self._device, handle, blocks, threads, shared_bytes, self._stream, self._packed.pointer)
+            else:
+                _launch_kernel(*self._call)
         except ForkError:
             raise
         except Exception:
@@ -371,11 +460,11 @@ def operation(function: Callable[P, R]) -> Operation[P, R]:
     """Give an op its `plan` and `prepare`. The function itself stays as it is: a call of it has no layer in between."""
 
     def plan(*args: P.args, **kwargs: P.kwargs) -> Plan:
-        _mode.planning = True
+        _mode.set(planning=True)
         try:
             return cast("Plan", function(*args, **kwargs))
         finally:
-            _mode.planning = False
+            _mode.set(planning=False)
 
     def prepare(*args: P.args, **kwargs: P.kwargs) -> PreparedCall[Any]:
         return PreparedCall(plan(*args, **kwargs), _held(args, kwargs))

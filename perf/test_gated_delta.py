@@ -7,7 +7,7 @@ states, tokens and logs, each once.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import pytest
 
 from gpukit.kernels import gated_delta
 from gpukit.kernels.state_pool import ReplayLog, StatePool
+from gpukit.launch import overlapping
 from perf.conftest import GPU, on_device, there
 
 pytestmark = on_device
@@ -60,37 +61,92 @@ def layers_of(items: int) -> int:
     return max(2, -(-int(ROTATED_BYTES) // (items * STATE_BYTES)))
 
 
+def ahead(mode: str, layers: int) -> Iterator[dict[str, Any]]:
+    """The layers of one call after the other; with `mode` "ahead" each says which comes next."""
+    for layer in itertools.cycle(range(layers)):
+        yield {"layer": layer, "prefetch_layer": (layer + 1) % layers} if mode == "ahead" else {"layer": layer}
+
+
+def in_mode(mode: str, call: Callable[[], Any]) -> Callable[[], Any]:
+    """The call, overlapping the one in front unless `mode` is "plain"."""
+
+    def overlapped() -> None:
+        with overlapping(mode != "plain"):
+            call()
+
+    return overlapped
+
+
+MODES = pytest.mark.parametrize("mode", ["plain", "overlapping", "ahead"])
+
+
+@MODES
 @pytest.mark.parametrize("items", [1, 8, 32])
 @pytest.mark.parametrize("tokens", [1, 4])
-def test_direct(device_benchmark: Callable[..., None], tokens: int, items: int) -> None:
+def test_direct(device_benchmark: Callable[..., None], tokens: int, items: int, mode: str) -> None:
     """One layer of a decode step."""
     layers = layers_of(items)
     pool, inputs, slots = StatePool.allocate(layers, items, HEADS, DIM, like=like()), inputs_of(items, tokens), there(np.arange(items))
-    turns = itertools.cycle(range(layers))
+    turns = ahead(mode, layers)
     moved = items * (2 * STATE_BYTES + tokens * TOKEN_BYTES)
-    device_benchmark(lambda: gated_delta.direct(**inputs, pool=pool, slots=slots, layer=next(turns)), moved=moved, nodes=layers)
+    call = in_mode(mode, lambda: gated_delta.direct(**inputs, pool=pool, slots=slots, **next(turns)))
+    device_benchmark(call, moved=moved, nodes=layers)
 
 
+@pytest.mark.parametrize("kind", ["record", "exact", "fold 0", "fold 3"])
+@MODES
 @pytest.mark.parametrize("items", [1, 8, 32])
-@pytest.mark.parametrize("tokens", [1, 4, 8, 16])
-@pytest.mark.parametrize("folded", [None, 0, 3])
-def test_record(device_benchmark: Callable[..., None], folded: int | None, tokens: int, items: int) -> None:
-    """One layer of a verification; with `folded`, in one pass with the commit of the previous one."""
+@pytest.mark.parametrize("tokens", [4, 16])
+def test_record(device_benchmark: Callable[..., None], tokens: int, items: int, mode: str, kind: str) -> None:
+    """One layer of a verification; in one pass with the commit of some tokens of the previous one, if they are named."""
     layers = layers_of(items)
     pool, inputs, slots = StatePool.allocate(layers, items, HEADS, DIM, like=like()), inputs_of(items, tokens), there(np.arange(items))
     logs = [ReplayLog.allocate(layers, items, max(tokens, 4), KEY_HEADS, HEADS, DIM, like=like()) for _ in range(2)]
-    turns = itertools.cycle(range(layers))
+    turns = ahead(mode, layers)
     moved = items * (STATE_BYTES + tokens * (TOKEN_BYTES + LOG_BYTES))
-    if folded is None:
-        device_benchmark(lambda: gated_delta.record(**inputs, pool=pool, slots=slots, log=logs[0], layer=next(turns)), moved=moved, nodes=layers)
+    arguments = {**inputs, "pool": pool, "slots": slots, "log": logs[0]}
+    if not kind.startswith("fold"):
+        call = in_mode(mode, lambda: gated_delta.record(**arguments, **next(turns), exact=kind == "exact"))
+        device_benchmark(call, moved=moved, nodes=layers)
         return
-    inputs |= {"pool": pool, "slots": slots, "previous": logs[1], "accepted": there(np.full(items, folded)), "log": logs[0]}
+    folded = int(kind[5:])
+    arguments |= {"previous": logs[1], "accepted": there(np.full(items, folded))}
     moved += items * (STATE_BYTES * (folded > 0) + folded * LOG_BYTES)
-    device_benchmark(lambda: gated_delta.fold_record(**inputs, layer=next(turns)), moved=moved, nodes=layers)
+    device_benchmark(in_mode(mode, lambda: gated_delta.fold_record(**arguments, **next(turns))), moved=moved, nodes=layers)
 
 
 @pytest.mark.parametrize("items", [1, 8])
-@pytest.mark.parametrize("m", [1, 2, 4])
+def test_snapshot(device_benchmark: Callable[..., None], items: int) -> None:
+    """The older scheme: four states written a layer."""
+    layers, tokens = layers_of(items), 4
+    pool, inputs = StatePool.allocate(layers, items * (tokens + 1), HEADS, DIM, like=like()), inputs_of(items, tokens)
+    slots, kept = there(np.arange(items)), there(items + np.arange(items * tokens).reshape(items, tokens))
+    turns = itertools.cycle(range(layers))
+    moved = items * ((1 + tokens) * STATE_BYTES + tokens * TOKEN_BYTES)
+    device_benchmark(
+        lambda: gated_delta.snapshot(**inputs, pool=pool, slots=slots, snapshot_slots=kept, layer=next(turns)), moved=moved, nodes=layers
+    )
+
+
+@pytest.mark.parametrize("items", [1, 8])
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("peer", ["fla", "torch"])
+def test_peer(device_benchmark: Callable[..., None], peer: str, tokens: int, items: int) -> None:
+    """Tokens past the states of one layer, by others: from states of a batch to new ones, over as much memory as ours."""
+    if not GPU:
+        pytest.skip("a peer needs a GPU")
+    pytest.importorskip("fla" if peer == "fla" else "torch")
+    from perf.peers import recurrent
+
+    inputs, layers = inputs_of(items, tokens), layers_of(items)
+    states = itertools.cycle([there(np.zeros((items, HEADS, DIM, DIM), np.float32)) for _ in range(layers)])
+    step = getattr(recurrent, f"{peer}_step")
+    moved = items * (2 * STATE_BYTES + tokens * TOKEN_BYTES)
+    device_benchmark(lambda: step(inputs, next(states)), moved=moved, nodes=layers)
+
+
+@pytest.mark.parametrize("items", [1, 8])
+@pytest.mark.parametrize("m", [1, 2, 3, 4])
 def test_fold(device_benchmark: Callable[..., None], m: int, items: int) -> None:
     """The commit of all layers in place."""
     turns = 2 + int(ROTATED_BYTES) // (MODEL_LAYERS * items * STATE_BYTES)

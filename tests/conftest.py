@@ -17,9 +17,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    from gpukit import devices
     from tests.helpers.device import has_gpu
 
     gpu = not SIMULATOR and has_gpu()
+    several = gpu and devices.count() > 1
     for item in items:
         on_device = "device" in getattr(item, "fixturenames", ())
         if on_device:
@@ -28,6 +30,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="device test: runs in the simulator's process or on a GPU"))
         elif item.get_closest_marker("gpu") and not gpu:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+        elif item.get_closest_marker("gpu2") and not several:
+            item.add_marker(pytest.mark.skip(reason="needs two GPUs"))
 
 
 @pytest.fixture
@@ -51,3 +55,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
     if "size" in metafunc.fixturenames:
         metafunc.parametrize("size", (SimulatedDevice if SIMULATOR else CupyDevice).sizes)
+
+
+@pytest.fixture
+def card() -> Iterator[Any]:
+    """A GPU through CuPy, whose arrays lie between guard bytes."""
+    from tests.helpers.device import CupyDevice
+
+    made = CupyDevice()
+    yield made
+    made.check_guards()

@@ -19,7 +19,7 @@ from gpukit.streams import choose
 
 __all__ = ["conv1d_silu", "conv1d_silu_record"]
 
-_CONV1D_SILU = Kernel("conv", "conv1d_silu", language="cuda")
+_CONV1D_SILU = Kernel("conv", "conv1d_silu", language="cuda", early=True)
 
 # THREADS and TAPS of cuda/conv.cu, and the columns of a history.
 _THREADS = 128

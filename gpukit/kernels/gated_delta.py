@@ -16,36 +16,37 @@ States are the same to the bit whichever op computes them: in any layout, at any
 
 from __future__ import annotations
 
-import struct
 from typing import Any
 
-from gpukit.arrays import ITEMSIZE, contiguous_strides, describe, overlap, vector
+from gpukit.arrays import ITEMSIZE, describe, overlap
 from gpukit.errors import ArgumentError, ArgumentTypeError, Signal
-from gpukit.kernels._plans import allocate, refuse_other_device, signal_pointer, whole
-from gpukit.kernels._tensors import BF16
+from gpukit.kernels._plans import refuse_other_device, signal_pointer
+from gpukit.kernels._recurrent import batch_inputs, device_of, float_bits, ids, layer_of, optional_ids, output_like, output_scale, require, states_at
 from gpukit.kernels.reference import gated_delta as reference
-from gpukit.kernels.state_pool import DIMS, ReplayLog, StatePool
+from gpukit.kernels.state_pool import ReplayLog, StatePool
 from gpukit.launch import IDS, Kernel, host, nothing, operation
 from gpukit.streams import choose
 
-__all__ = ["direct", "fold", "fold_record", "record"]
+__all__ = ["direct", "fold", "fold_record", "record", "snapshot"]
 
-_DIRECT = Kernel("gated_delta", "direct", language="cuda")
-_RECORD = Kernel("gated_delta", "record", language="cuda")
-_FOLD_RECORD = Kernel("gated_delta", "fold_record", language="cuda")
-_FOLD = Kernel("gated_delta", "fold", language="cuda")
+_DIRECT, _SNAPSHOT, _RECORD, _RECORD_LONG, _RECORD_EXACT, _FOLD_RECORD, _FOLD_RECORD_LONG, _FOLD_RECORD_EXACT, _FOLD = (
+    Kernel("gated_delta", name, language="cuda", early=True)
+    for name in (
+        "direct", "snapshot", "record", "record_long", "record_exact", "fold_record", "fold_record_long", "fold_record_exact", "fold",
+    )
+)  # fmt: skip
 
-# 32 times WARPS and RECORD_WARPS, ROWS, FOLD_ROWS and MOST_TOKENS of cuda/gated_delta.cu.
-_THREADS = 128
-_RECORD_THREADS = 256
-_ROWS = 4
-_FOLD_ROWS = 8
-_MOST_TOKENS = 16
-# Elements of a lane along K, and channels of a thread along a history.
-_LANE = 4
+# WARPS and ROWS of cuda/gated_delta.cu and its FOLD_ and RECORD_ variants, as threads of a block and rows of V that a block works on.
+_THREADS, _TILE = 64, 8
+_FOLD_THREADS, _FOLD_TILE = 64, 8
+_RECORD_THREADS, _RECORD_TILE = 64, 32
+_SHORT, _MOST_TOKENS = 4, 16
+_RECORDS = (_RECORD, _RECORD_LONG, _RECORD_EXACT)
+_FOLD_RECORDS = (_FOLD_RECORD, _FOLD_RECORD_LONG, _FOLD_RECORD_EXACT)
+# Bits of a kernel's flags.
+_NORMALIZE, _BFLOAT16_STATES, _WIDE_SLOTS, _WIDE_VALID, _WIDE_ACCEPTED = 1, 2, 4, 8, 16
+# Channels of a thread along a history.
 _CHANNELS = 8
-
-_FLOAT32 = ("float32",)
 
 
 @operation
@@ -63,6 +64,7 @@ def direct(
     destination_slots: Any = None,
     scale: float | None = None,
     normalize: bool = True,
+    prefetch_layer: int | None = None,
     stream: Any = None,
     signal: Signal | None = None,
 ) -> Any:
@@ -92,6 +94,8 @@ def direct(
         Of the outputs; ``1 / sqrt(K)`` by default.
     normalize : bool
         Whether keys and queries are divided by their norms.
+    prefetch_layer : int, optional
+        Layer whose states of the same slots the L2 shall fetch meanwhile: the one that the next call works on. Changes no result.
     stream : stream, optional
         Where to launch; the current stream of `q`'s library by default.
     signal : Signal, optional
@@ -125,17 +129,18 @@ def direct(
     >>> bool(np.allclose(pool.rec[0, 3] @ kn.astype(np.float32), v[0, 0].astype(float), atol=0.02))  # the key recalls its value
     True
     """
-    device = _device(q, "q")
-    inputs, items, tokens, key_heads = _inputs(q, k, v, g, beta, pool, device)
-    layer = _layer(layer, pool)
-    slots_at, _, id_type, _ = _ids(slots, "slots", IDS, items, device)
+    device = device_of(q, "q")
+    inputs, items, tokens, key_heads = batch_inputs(q, k, v, g, beta, pool, device)
+    layer = layer_of(layer, pool)
+    ahead = _ahead(prefetch_layer, layer, pool)
+    slots_at, _, id_type, _ = ids(slots, "slots", IDS, items, device)
     if destination_slots is None:
         destination_at = slots_at
     else:
-        destination_at, _, _, _ = _ids(destination_slots, "destination_slots", (id_type,), items, device)
-    scale = _scale(scale, pool)
+        destination_at, _, _, _ = ids(destination_slots, "destination_slots", (id_type,), items, device)
+    scale = output_scale(scale, pool)
     handle = choose(stream, q) if device >= 0 else 0
-    out, out_at = _out(out, v, (items, tokens, pool.heads, pool.dim), device, handle)
+    out, out_at = output_like(out, v, (items, tokens, pool.heads, pool.dim), device, handle)
     if device < 0:
         return host(
             reference.direct, q, k, v, g, beta, pool, slots, layer=layer, out=out, destination_slots=destination_slots, scale=scale,
@@ -145,10 +150,93 @@ def direct(
     if items == 0:
         return nothing(out)
     arguments = (
-        *inputs, out_at, items, tokens, key_heads, pool.heads, pool.dim, _states(pool, layer), pool.slot_stride, pool.slots,
-        slots_at, destination_at, ITEMSIZE[id_type], _bits(scale), int(normalize), counters,
+        *inputs, out_at, items, tokens, key_heads, pool.heads, pool.dim, states_at(pool, layer), pool.slot_stride, pool.slots,
+        slots_at, destination_at, ahead, float_bits(scale), _flags(normalize, pool, id_type), counters,
     )  # fmt: skip
-    return _DIRECT.launch((), device, handle, items * pool.heads * _tiles(pool.dim), _THREADS, arguments, out)
+    return _DIRECT.launch((), device, handle, items * pool.heads * (pool.dim // _TILE), _THREADS, arguments, out)
+
+
+@operation
+def snapshot(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    pool: StatePool,
+    slots: Any,
+    snapshot_slots: Any,
+    *,
+    layer: int,
+    out: Any = None,
+    scale: float | None = None,
+    normalize: bool = True,
+    prefetch_layer: int | None = None,
+    stream: Any = None,
+    signal: Signal | None = None,
+) -> Any:
+    """Take the states of a batch past its tokens and keep the state behind every one of them, each in a slot of its own.
+
+    The older scheme of verification, for engines that copy the state behind the last accepted token back: it writes T states where `record`
+    writes a log of their inputs.
+
+    Parameters
+    ----------
+    q, k, v, g, beta, pool, layer, out, scale, normalize, prefetch_layer, stream, signal
+        As in `direct`.
+    slots : int32 or int64 array, shape (B,)
+        Where the state of each sequence is; it is only read, unless it is among the sequence's own `snapshot_slots`.
+    snapshot_slots : array like `slots`, shape (B, T)
+        Where the state behind each token goes, contiguous. Negative: that one is not kept. A sequence with a slot past the pool is skipped and
+        counted as ``out_of_range``; one that would write what another sequence reads or writes is skipped and counted as ``occupied``.
+
+    Returns
+    -------
+    bfloat16 or uint16 array, shape (B, T, value_heads, V)
+        `out`, or a new array like `v`.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        As `direct`. Nothing is launched.
+
+    Notes
+    -----
+    One launch, no host synchronisation, safe inside a capture when `out` is given. States and outputs equal those of `direct` to the bit.
+
+    Examples
+    --------
+    >>> pool = StatePool.allocate(layers=1, slots=4, heads=2, dim=64)
+    >>> import ml_dtypes
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = (rng.normal(size=(1, 2, heads, 64)).astype(ml_dtypes.bfloat16) for heads in (1, 1, 2))
+    >>> g, beta = np.full((1, 2, 2), -0.5, np.float32), np.ones((1, 2, 2), np.float32)
+    >>> out = snapshot(q, k, v, g, beta, pool, np.array([0]), np.array([[2, 3]]), layer=0)
+    >>> [bool(state.any()) for state in pool.rec[0]]
+    [False, False, True, True]
+    """
+    device = device_of(q, "q")
+    inputs, items, tokens, key_heads = batch_inputs(q, k, v, g, beta, pool, device)
+    layer = layer_of(layer, pool)
+    ahead = _ahead(prefetch_layer, layer, pool)
+    slots_at, _, id_type, _ = ids(slots, "slots", IDS, items, device)
+    snapshots_at = _snapshot_slots(snapshot_slots, id_type, (items, tokens), device)
+    scale = output_scale(scale, pool)
+    handle = choose(stream, q) if device >= 0 else 0
+    out, out_at = output_like(out, v, (items, tokens, pool.heads, pool.dim), device, handle)
+    if device < 0:
+        return host(
+            reference.snapshot, q, k, v, g, beta, pool, slots, snapshot_slots, layer=layer, out=out, scale=scale, normalize=normalize,
+            signal=signal,
+        )  # fmt: skip
+    counters = signal_pointer(signal, device) if signal is not None else 0
+    if items == 0:
+        return nothing(out)
+    arguments = (
+        *inputs, out_at, items, tokens, key_heads, pool.heads, pool.dim, states_at(pool, layer), pool.slot_stride, pool.slots,
+        slots_at, snapshots_at, ahead, float_bits(scale), _flags(normalize, pool, id_type), counters,
+    )  # fmt: skip
+    return _SNAPSHOT.launch((), device, handle, items * pool.heads * (pool.dim // _TILE), _THREADS, arguments, out)
 
 
 @operation
@@ -165,8 +253,10 @@ def record(
     layer: int,
     out: Any = None,
     valid: Any = None,
+    exact: bool = False,
     scale: float | None = None,
     normalize: bool = True,
+    prefetch_layer: int | None = None,
     stream: Any = None,
     signal: Signal | None = None,
 ) -> Any:
@@ -189,7 +279,9 @@ def record(
     valid : int32 or int64 array, shape (B,), optional
         How many tokens of each sequence there are; T by default, larger ones are T and negative ones 0. Outputs of the rest are zeros, and
         log entries of the rest stay as they are.
-    scale, normalize, stream, signal
+    exact : bool
+        Whether outputs are those of `direct` to the bit, taken token by token, so that a run with speculation equals one without. Slower.
+    scale, normalize, prefetch_layer, stream, signal
         As in `direct`.
 
     Returns
@@ -204,9 +296,10 @@ def record(
 
     Notes
     -----
-    One launch, no host synchronisation, safe inside a capture when `out` is given. The log holds exactly what came in. Outputs are those of
-    `direct` within rounding, not to the bit: all products with the committed state are taken at once, and what the tokens do to each other
-    is solved from the products of their keys (the WY form).
+    One launch, no host synchronisation, safe inside a capture when `out` is given. The log holds exactly what came in. Unless
+    `exact`, outputs are those of `direct` within rounding, not to the bit: all products with the committed state are taken at once, by tensor
+    cores with 16 bits of each number of the state, and what the tokens do to each other is solved from the products of their keys (the WY
+    form). Gates below -100 count as -100 there.
 
     Examples
     --------
@@ -220,15 +313,16 @@ def record(
     >>> bool(out.any()), bool(pool.rec.any()), bool((log.v[0, 0] == v[0].view(np.uint16)).all())
     (True, False, True)
     """
-    device = _device(q, "q")
-    inputs, items, tokens, key_heads = _inputs(q, k, v, g, beta, pool, device)
-    layer = _layer(layer, pool)
-    slots_at, _, id_type, _ = _ids(slots, "slots", IDS, items, device)
+    device = device_of(q, "q")
+    inputs, items, tokens, key_heads = batch_inputs(q, k, v, g, beta, pool, device)
+    layer = layer_of(layer, pool)
+    ahead = _ahead(prefetch_layer, layer, pool)
+    slots_at, _, id_type, _ = ids(slots, "slots", IDS, items, device)
     log_parts = _log(log, "log", pool, items, tokens, key_heads, layer, device)
-    valid_at, valid_bytes = _optional_ids(valid, "valid", items, device)
-    scale = _scale(scale, pool)
+    valid_at, valid_bytes = optional_ids(valid, "valid", items, device)
+    scale = output_scale(scale, pool)
     handle = choose(stream, q) if device >= 0 else 0
-    out, out_at = _out(out, v, (items, tokens, pool.heads, pool.dim), device, handle)
+    out, out_at = output_like(out, v, (items, tokens, pool.heads, pool.dim), device, handle)
     if device < 0:
         return host(
             reference.record, q, k, v, g, beta, pool, slots, log, layer=layer, out=out, valid=valid, scale=scale, normalize=normalize,
@@ -238,10 +332,10 @@ def record(
     if items == 0:
         return nothing(out)
     arguments = (
-        *inputs, out_at, items, tokens, key_heads, pool.heads, pool.dim, _states(pool, layer), pool.slot_stride, pool.slots,
-        slots_at, ITEMSIZE[id_type], valid_at, valid_bytes, *log_parts, _bits(scale), int(normalize), counters,
+        *inputs, out_at, items, tokens, key_heads, pool.heads, pool.dim, states_at(pool, layer), pool.slot_stride, pool.slots,
+        slots_at, valid_at, *log_parts, ahead, float_bits(scale), _flags(normalize, pool, id_type) | _WIDE_VALID * (valid_bytes == 8), counters,
     )  # fmt: skip
-    return _RECORD.launch((), device, handle, items * pool.heads * _tiles(pool.dim, _RECORD_THREADS), _RECORD_THREADS, arguments, out)
+    return _launch_record(_RECORDS, exact, tokens, device, handle, items * pool.heads, pool.dim, arguments, out)
 
 
 @operation
@@ -260,8 +354,10 @@ def fold_record(
     layer: int,
     out: Any = None,
     valid: Any = None,
+    exact: bool = False,
     scale: float | None = None,
     normalize: bool = True,
+    prefetch_layer: int | None = None,
     stream: Any = None,
     signal: Signal | None = None,
 ) -> Any:
@@ -281,7 +377,7 @@ def fold_record(
         How many of them are folded; 0 for none. A number outside 0 … W skips its sequence and is counted as ``out_of_range``.
     log : ReplayLog
         Log of this round, as in `record`; another one than `previous`.
-    layer, out, valid, scale, normalize, stream, signal
+    layer, out, valid, exact, scale, normalize, prefetch_layer, stream, signal
         As in `record`.
 
     Returns
@@ -315,18 +411,19 @@ def fold_record(
     >>> bool((np.abs(pool.rec[0, 3] @ k[0, 0, 0].astype(np.float32)) > 0.1).any())  # the first key is known, the second is not yet
     True
     """
-    device = _device(q, "q")
-    inputs, items, tokens, key_heads = _inputs(q, k, v, g, beta, pool, device)
-    layer = _layer(layer, pool)
-    slots_at, _, id_type, _ = _ids(slots, "slots", IDS, items, device)
+    device = device_of(q, "q")
+    inputs, items, tokens, key_heads = batch_inputs(q, k, v, g, beta, pool, device)
+    layer = layer_of(layer, pool)
+    ahead = _ahead(prefetch_layer, layer, pool)
+    slots_at, _, id_type, _ = ids(slots, "slots", IDS, items, device)
     previous_parts = _log(previous, "previous", pool, items, 0, key_heads, layer, device)
-    accepted_at, _, accepted_type, _ = _ids(accepted, "accepted", IDS, items, device)
+    accepted_at, _, accepted_type, _ = ids(accepted, "accepted", IDS, items, device)
     log_parts = _log(log, "log", pool, items, tokens, key_heads, layer, device)
     _refuse_overlap(log, "log", previous, "previous")
-    valid_at, valid_bytes = _optional_ids(valid, "valid", items, device)
-    scale = _scale(scale, pool)
+    valid_at, valid_bytes = optional_ids(valid, "valid", items, device)
+    scale = output_scale(scale, pool)
     handle = choose(stream, q) if device >= 0 else 0
-    out, out_at = _out(out, v, (items, tokens, pool.heads, pool.dim), device, handle)
+    out, out_at = output_like(out, v, (items, tokens, pool.heads, pool.dim), device, handle)
     if device < 0:
         return host(
             reference.fold_record, q, k, v, g, beta, pool, slots, previous, accepted, log, layer=layer, out=out, valid=valid, scale=scale,
@@ -335,12 +432,12 @@ def fold_record(
     counters = signal_pointer(signal, device) if signal is not None else 0
     if items == 0:
         return nothing(out)
-    flags = int(normalize) | 2 * (accepted_type == "int64")
+    flags = _flags(normalize, pool, id_type) | _WIDE_VALID * (valid_bytes == 8) | _WIDE_ACCEPTED * (accepted_type == "int64")
     arguments = (
-        *inputs, out_at, items, tokens, key_heads, pool.heads, pool.dim, _states(pool, layer), pool.slot_stride, pool.slots,
-        slots_at, ITEMSIZE[id_type], valid_at, valid_bytes, *log_parts, *previous_parts, accepted_at, _bits(scale), flags, counters,
+        *inputs, out_at, items, tokens, key_heads, pool.heads, pool.dim, states_at(pool, layer), pool.slot_stride, pool.slots,
+        slots_at, valid_at, *log_parts, *previous_parts, accepted_at, ahead, float_bits(scale), flags, counters,
     )  # fmt: skip
-    return _FOLD_RECORD.launch((), device, handle, items * pool.heads * _tiles(pool.dim, _RECORD_THREADS), _RECORD_THREADS, arguments, out)
+    return _launch_record(_FOLD_RECORDS, exact, tokens, device, handle, items * pool.heads, pool.dim, arguments, out)
 
 
 @operation
@@ -386,8 +483,8 @@ def fold(pool: StatePool, log: ReplayLog, rows: Any, *, normalize: bool = True, 
     >>> pool.rec[1, 1:3, 0, 0, 0].round(2)
     array([5.  , 3.68], dtype=float32)
     """
-    _container(pool, StatePool, "pool")
-    _container(log, ReplayLog, "log")
+    require(pool, StatePool, "pool")
+    require(log, ReplayLog, "log")
     device = pool.device
     refuse_other_device("log", log.device, device)
     if (log.layers, log.heads, log.dim) != (pool.layers, pool.heads, pool.dim):
@@ -408,134 +505,57 @@ def fold(pool: StatePool, log: ReplayLog, rows: Any, *, normalize: bool = True, 
     count = shape[0]
     if count == 0:
         return nothing()
-    state_blocks = pool.layers * count * pool.heads * _tiles(pool.dim, rows=_FOLD_ROWS)
-    history_blocks = pool.layers * count * -(-pool.channels // (_CHANNELS * _THREADS))
+    state_blocks = pool.layers * count * pool.heads * (pool.dim // _FOLD_TILE)
+    history_blocks = pool.layers * count * -(-pool.channels // (_CHANNELS * _FOLD_THREADS))
     arguments = (
         pool.pointer, pool.layer_stride, pool.slot_stride, pool.slots, log.k_pointer, log.v_pointer, log.gates_pointer, log.rows, log.width,
-        log.key_heads, pool.heads, pool.dim, rows_at, ITEMSIZE[id_type], count, int(normalize), state_blocks,
+        log.key_heads, pool.heads, pool.dim, rows_at, ITEMSIZE[id_type], count, _flags(normalize, pool), state_blocks,
         pool.conv_pointer, pool.conv_layer_stride, pool.conv_slot_stride, log.conv_pointer, pool.channels, counters,
     )  # fmt: skip
-    return _FOLD.launch((), device, choose(stream, rows), state_blocks + history_blocks, _THREADS, arguments)
+    return _FOLD.launch((), device, choose(stream, rows), state_blocks + history_blocks, _FOLD_THREADS, arguments)
 
 
-def _tiles(dim: int, threads: int = _THREADS, rows: int = _ROWS) -> int:
-    """Blocks of a head."""
-    return dim * dim // (threads * rows * _LANE)
+def _flags(normalize: bool, pool: StatePool, slots: str = "int32") -> int:
+    return _NORMALIZE * bool(normalize) | _BFLOAT16_STATES * (pool.itemsize == 2) | _WIDE_SLOTS * (slots == "int64")
 
 
-def _bits(scale: float) -> int:
-    """A float's bits: a kernel then finds it among its parameters as it is."""
-    return int.from_bytes(struct.pack("<f", scale), "little")
+def _ahead(prefetch_layer: int | None, layer: int, pool: StatePool) -> int:
+    """Elements from the states of a layer to those of the layer to be fetched into the L2; 0 for none."""
+    return 0 if prefetch_layer is None else (layer_of(prefetch_layer, pool, "prefetch_layer") - layer) * pool.layer_stride
 
 
-def _scale(scale: float | None, pool: StatePool) -> float:
-    return pool.dim**-0.5 if scale is None else float(scale)
+def _launch_record(
+    kernels: tuple[Kernel, Kernel, Kernel],
+    exact: bool,
+    tokens: int,
+    device: int,
+    handle: int,
+    heads: int,
+    dim: int,
+    arguments: tuple[int, ...],
+    out: Any,
+) -> Any:
+    """Verification of so many heads, of all sequences, by the kernel for few tokens, for many, or the exact one."""
+    short, long, token_by_token = kernels
+    if exact:
+        return token_by_token.launch((), device, handle, heads * (dim // _TILE), _THREADS, arguments, out)
+    kernel = short if tokens <= _SHORT else long
+    return kernel.launch((), device, handle, heads * (dim // _RECORD_TILE), _RECORD_THREADS, arguments, out)
 
 
-def _device(array: Any, name: str) -> int:
-    return max(describe(array, name)[4], -1)
-
-
-def _container(value: Any, kind: type, name: str) -> None:
-    if not isinstance(value, kind):
-        raise ArgumentTypeError(f"{name}: expected a {kind.__name__}, got {type(value).__name__}")
-
-
-def _layer(layer: int, pool: StatePool) -> int:
-    layer = whole(layer, "layer")
-    if layer >= pool.layers:
-        raise ArgumentError(f"layer: expected at most {pool.layers - 1}, the last of pool, got {layer}")
-    return layer
-
-
-def _states(pool: StatePool, layer: int) -> int:
-    """Address of a layer's first state."""
-    return pool.pointer + 4 * layer * pool.layer_stride
-
-
-def _batch(
-    array: Any, name: str, dtypes: tuple[str, ...], device: int, shape: tuple[int | None, ...], expected: str, alignment: int = 1
-) -> tuple[tuple[int, int, int], tuple[int, ...]]:
-    """``(pointer, stride of sequences, stride of tokens)`` and shape of an input; None in `shape` is any size but 0."""
-    pointer, dtype, got, strides, where, _ = describe(array, name)
-    refuse_other_device(name, max(where, -1), device)
-    if dtype not in dtypes:
-        raise ArgumentTypeError(f"{name}: expected dtype {' or '.join(dtypes)}, got {dtype}")
-    if len(got) != len(shape) or any(n != m if m is not None else n == 0 for n, m in zip(got, shape, strict=True)):
-        raise ArgumentError(f"{name}: expected shape {expected}, got {tuple(got)}")
-    plain = contiguous_strides(got)
-    if strides is None:
-        return (pointer, plain[0], plain[1]), got
-    # An axis of length 1 has no stride worth looking at.
-    seen = tuple(p if n == 1 else s for n, s, p in zip(got, strides, plain, strict=True))
-    if seen[2:] != plain[2:]:
-        raise ArgumentError(f"{name}: expected heads that are contiguous within a token, got element strides {tuple(strides)}")
-    if seen[0] % alignment or seen[1] % alignment:
-        raise ArgumentError(f"{name}: expected strides of multiples of {alignment} elements, got {tuple(strides)}")
-    return (pointer, seen[0], seen[1]), got
-
-
-def _inputs(q: Any, k: Any, v: Any, g: Any, beta: Any, pool: StatePool, device: int) -> tuple[tuple[int, ...], int, int, int]:
-    """Pointers and strides of the inputs as the kernels take them, number of sequences, of tokens and of key heads."""
-    _container(pool, StatePool, "pool")
-    refuse_other_device("pool", pool.device, device)
-    shape = describe(q, "q")[2]
-    if len(shape) != 4 or shape[3] not in DIMS:
-        raise ArgumentError(f"q: expected shape (B, T, key_heads, 64 or 128), got {tuple(shape)}")
-    items = shape[0]
-    q_part, shape = _batch(q, "q", BF16, device, (items, None, None, pool.dim), f"(B, T, key_heads, {pool.dim}), as pool says", 8)
-    _, tokens, key_heads, dim = shape
-    if pool.heads % key_heads:
-        raise ArgumentError(f"q: expected key heads that divide the {pool.heads} value heads of pool, got {key_heads}")
-    k_part, _ = _batch(k, "k", BF16, device, tuple(shape), f"{tuple(shape)} like q", 8)
-    for name, (pointer, _, _) in (("q", q_part), ("k", k_part)):
-        if pointer % 16:
-            raise ArgumentError(f"{name}: expected an address that is a multiple of 16, got {pointer:#x}")
-    values = (items, tokens, pool.heads, dim)
-    v_part, _ = _batch(v, "v", BF16, device, values, f"{values}")
-    g_part, _ = _batch(g, "g", _FLOAT32, device, values[:3], f"{values[:3]}")
-    beta_part, _ = _batch(beta, "beta", _FLOAT32, device, values[:3], f"{values[:3]}")
-    return (*q_part, *k_part, *v_part, *g_part, *beta_part), items, tokens, key_heads
-
-
-def _out(out: Any, v: Any, shape: tuple[int, ...], device: int, handle: int) -> tuple[Any, int]:
-    if out is None:
-        if device < 0:
-            from gpukit import arrays
-
-            return arrays.empty(shape, describe(v)[1], v), 0
-        return allocate("out", shape, describe(v)[1], v, handle)
-    pointer, dtype, got, strides, where, writable = describe(out, "out")
-    refuse_other_device("out", max(where, -1), device)
-    if dtype not in BF16:
-        raise ArgumentTypeError(f"out: expected dtype {' or '.join(BF16)}, got {dtype}")
-    if tuple(got) != shape:
-        raise ArgumentError(f"out: expected shape {shape}, got {tuple(got)}")
-    if strides is not None:
-        raise ArgumentError(f"out: expected a contiguous array, got element strides {tuple(strides)}")
-    if not writable:
-        raise ArgumentError("out: expected a writable array, got a read-only one")
-    return out, pointer
-
-
-def _ids(array: Any, name: str, dtypes: tuple[str, ...], items: int, device: int) -> tuple[int, int, str, int]:
-    found = vector(array, name, dtypes, device)
-    if found[1] != items:
-        raise ArgumentError(f"{name}: expected shape ({items},), one a sequence, got ({found[1]},)")
-    return found
-
-
-def _optional_ids(array: Any, name: str, items: int, device: int) -> tuple[int, int]:
-    """Pointer and bytes of an id, zeros without an array."""
-    if array is None:
-        return 0, 0
-    pointer, _, dtype, _ = _ids(array, name, IDS, items, device)
-    return pointer, ITEMSIZE[dtype]
+def _snapshot_slots(array: Any, dtype: str, expected: tuple[int, int], device: int) -> int:
+    pointer, got, shape, strides, where, _ = describe(array, "snapshot_slots")
+    refuse_other_device("snapshot_slots", max(where, -1), device)
+    if got != dtype:
+        raise ArgumentTypeError(f"snapshot_slots: expected dtype {dtype} like slots, got {got}")
+    if tuple(shape) != expected or strides is not None:
+        raise ArgumentError(f"snapshot_slots: expected a contiguous array of shape {expected}, got shape {tuple(shape)}, strides {strides}")
+    return pointer
 
 
 def _log(log: ReplayLog, name: str, pool: StatePool, items: int, tokens: int, key_heads: int, layer: int, device: int) -> tuple[int, int, int, int]:
     """Addresses of a layer's keys, values and gates in a log, and its width."""
-    _container(log, ReplayLog, name)
+    require(log, ReplayLog, name)
     refuse_other_device(name, log.device, device)
     if (log.key_heads, log.heads, log.dim) != (key_heads, pool.heads, pool.dim):
         got = f"{log.key_heads} and {log.heads} of {log.dim}"

@@ -18,7 +18,7 @@ from gpukit.streams import choose
 
 __all__ = ["gate_control"]
 
-_GATE_CONTROL = Kernel("gates", "gate_control", language="cuda")
+_GATE_CONTROL = Kernel("gates", "gate_control", language="cuda", early=True)
 
 # THREADS of cuda/gates.cu.
 _THREADS = 128

@@ -17,7 +17,7 @@ from gpukit.streams import choose
 
 __all__ = ["gated_rms_norm", "rms_norm"]
 
-_RMS_NORM = Kernel("norm", "rms_norm", language="cuda", doubles=(15,))
+_RMS_NORM = Kernel("norm", "rms_norm", language="cuda", doubles=(15,), early=True)
 
 # MOST_THREADS and STEPS of cuda/norm.cu; elements of one access of 16 bytes.
 _MOST_THREADS = 512

@@ -29,8 +29,8 @@ class StatePool:
 
     Parameters
     ----------
-    rec : float32 array, shape (layers, slots, value_heads, V, K)
-        States; ``V == K``, 64 or 128. The last three axes are contiguous; the strides of layers and slots are free, as long as states lie
+    rec : float32, bfloat16 or uint16 array, shape (layers, slots, value_heads, V, K)
+        States, uint16 as the bits of bfloat16: half the traffic, at 8 bits of precision, rounded after every token; ``V == K``, 64 or 128. The last three axes are contiguous; the strides of layers and slots are free, as long as states lie
         apart: layer-major, slot-major (``array.transpose(1, 0, 2, 3, 4)`` of [slots, layers, …]), or views of one part of every page.
         Addresses are multiples of 16.
     conv : bfloat16 or uint16 array, shape (layers, slots, 3, channels), optional
@@ -44,6 +44,8 @@ class StatePool:
         Their shape.
     layer_stride, slot_stride, conv_layer_stride, conv_slot_stride : int
         In elements.
+    itemsize : int
+        Bytes of a state's number, 4 or 2.
 
     Raises
     ------
@@ -62,13 +64,14 @@ class StatePool:
     """
 
     __slots__ = (
-        "channels", "conv", "conv_layer_stride", "conv_pointer", "conv_slot_stride", "device", "dim", "heads", "layer_stride", "layers",
-        "__weakref__", "pointer", "rec", "slot_stride", "slots", "span",
+        "channels", "conv", "conv_layer_stride", "conv_pointer", "conv_slot_stride", "device", "dim", "heads", "itemsize", "layer_stride",
+        "layers", "__weakref__", "pointer", "rec", "slot_stride", "slots", "span",
     )  # fmt: skip
 
     def __init__(self, rec: Any, conv: Any = None):
         self.rec, self.conv = rec, conv
-        self.pointer, shape, strides, self.device = _pool_part(rec, "rec", ("float32",), 5)
+        self.pointer, shape, strides, self.device = _pool_part(rec, "rec", ("float32", *BF16), 5)
+        self.itemsize = ITEMSIZE[describe(rec, "rec")[1]]
         self.layers, self.slots, self.heads, self.dim, keys = shape
         if self.dim not in DIMS or keys != self.dim:
             raise ArgumentError(f"rec: expected states of 64 x 64 or 128 x 128 (V x K), got {self.dim} x {keys}")
@@ -84,7 +87,9 @@ class StatePool:
         self.span = _hull(self.extents())
 
     @classmethod
-    def allocate(cls, layers: int, slots: int, heads: int, dim: int, *, channels: int = 0, layout: str = "layer", like: Any = None) -> StatePool:
+    def allocate(
+        cls, layers: int, slots: int, heads: int, dim: int, *, channels: int = 0, layout: str = "layer", dtype: str = "float32", like: Any = None
+    ) -> StatePool:
         """A pool of zeros.
 
         Parameters
@@ -96,14 +101,18 @@ class StatePool:
         layout : {"layer", "slot"}
             Whether the slots of a layer or the layers of a slot lie together. With few of many slots live, slot-major keeps the live bytes
             together.
+        dtype : {"float32", "bfloat16"}
+            Of the states.
         like : array, optional
             In whose library and on whose device; NumPy by default.
         """
         if layout not in ("layer", "slot"):
             raise ArgumentError(f"layout: expected 'layer' or 'slot', got {layout!r}")
+        if dtype not in ("float32", "bfloat16"):
+            raise ArgumentError(f"dtype: expected 'float32' or 'bfloat16', got {dtype!r}")
         outer = (positive(layers, "layers"), positive(slots, "slots"))
         outer = outer if layout == "layer" else outer[::-1]
-        rec = arrays.full((*outer, positive(heads, "heads"), positive(dim, "dim"), dim), 0, "float32", like)
+        rec = arrays.full((*outer, positive(heads, "heads"), positive(dim, "dim"), dim), 0, dtype if dtype == "float32" else _bfloat16(like), like)
         conv = arrays.full((*outer, TAPS, channels), 0, _bfloat16(like), like) if channels else None
         if layout == "slot":
             rec = rec.swapaxes(0, 1)
@@ -113,7 +122,7 @@ class StatePool:
     def extents(self) -> list[Extent]:
         """Pointer, item size, shape and element strides of each part."""
         shape, size = (self.layers, self.slots), self.heads * self.dim**2
-        found: list[Extent] = [(self.pointer, 4, (*shape, size), (self.layer_stride, self.slot_stride, 1))]
+        found: list[Extent] = [(self.pointer, self.itemsize, (*shape, size), (self.layer_stride, self.slot_stride, 1))]
         if self.conv is not None:
             found.append((self.conv_pointer, 2, (*shape, TAPS * self.channels), (self.conv_layer_stride, self.conv_slot_stride, 1)))
         return found

@@ -20,7 +20,7 @@ from gpukit.streams import choose
 
 __all__ = ["clear_slots", "copy_slots", "scatter_states", "track_states"]
 
-_MOVE_STATES = Kernel("state_slots", "move_states", language="cuda")
+_MOVE_STATES = Kernel("state_slots", "move_states", language="cuda", early=True)
 
 # THREADS, STEPS and parts of cuda/state_slots.cu; bytes of one access.
 _THREADS = 128

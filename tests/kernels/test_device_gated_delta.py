@@ -6,7 +6,6 @@ Device arrays lie between guard bytes in allocations of their own, and pools hav
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from gpukit.kernels import gated_delta
 from gpukit.kernels.state_pool import ReplayLog, StatePool
 from tests.helpers.bf16 import bits, check, numbers
 from tests.helpers.gated_delta import GEOMETRIES, assert_states_close, oracle, states_of, tokens_of
+from tests.helpers.gated_delta_device import host, make_log, make_pool, output_of, put, run_direct
 
 LAYOUTS = ("layer", "slot", "page")
 INPUTS = ("q", "k", "v", "g", "beta")
@@ -89,7 +89,7 @@ BAD_CALLS = [
     (lambda: gated_delta.fold(StatePool.allocate(2, 4, 2, 64, channels=8), LOG, SLOTS), VALUE, "log: expected 8 convolution channels like pool"),
     (lambda: gated_delta.fold(StatePool.allocate(3, 4, 2, 64), LOG, SLOTS), VALUE, "log: expected 3 layers of 2 heads of 64 like pool"),
     (lambda: StatePool(np.zeros((1, 1, 1, 32, 32), np.float32)), VALUE, "rec: expected states of 64 x 64 or 128 x 128"),
-    (lambda: StatePool(POOL.rec.astype(np.float16)), TYPE, "rec: expected dtype float32, got float16"),
+    (lambda: StatePool(POOL.rec.astype(np.float16)), TYPE, "rec: expected dtype float32 or bfloat16 or uint16, got float16"),
     (lambda: StatePool(strided(POOL.rec, (0, *POOL.rec.strides[1:]))), VALUE, "rec: expected states apart from each other"),
     (lambda: StatePool(POOL.rec.swapaxes(3, 4)), VALUE, "rec: expected the axes behind layers and slots contiguous"),
     (lambda: StatePool(POOL.rec, np.zeros((2, 4, 2, 8), np.uint16)), VALUE, r"conv: expected shape \(2, 4, 3, multiple of 8\)"),
@@ -115,62 +115,16 @@ def test_an_empty_batch_gives_an_empty_array() -> None:
 def test_the_constants_of_the_plans_are_those_of_the_kernels() -> None:
     source = source_path("gated_delta").read_text()
     constants = {name: int(value) for name, value in re.findall(r"constexpr int (\w+) = (\d+);", source)}
-    assert 32 * constants["WARPS"] == gated_delta._THREADS and 32 * constants["RECORD_WARPS"] == gated_delta._RECORD_THREADS
-    assert (
-        constants["ROWS"] == gated_delta._ROWS
-        and constants["FOLD_ROWS"] == gated_delta._FOLD_ROWS
-        and constants["MOST_TOKENS"] == gated_delta._MOST_TOKENS
-    )
-    assert gated_delta._tiles(128) == 8 and gated_delta._tiles(64) == 2 and gated_delta._tiles(64, gated_delta._RECORD_THREADS) == 1
+    groups = {"": 32 // constants["LANES"], "FOLD_": 32 // constants["LANES"], "RECORD_": 32 // constants["RECORD_LANES"]}
+    for kind, rows in groups.items():
+        assert getattr(gated_delta, f"_{kind}THREADS") == 32 * constants[f"{kind}WARPS"]
+        assert getattr(gated_delta, f"_{kind}TILE") == constants[f"{kind}WARPS"] * rows * constants[f"{kind}ROWS"]
+    assert (constants["SHORT"], constants["MOST_TOKENS"]) == (gated_delta._SHORT, gated_delta._MOST_TOKENS)
+    flags = dict(re.findall(r"(\w+) = (\d+)", re.search(r"enum Flags \{(.*)\}", source).group(1)))  # type: ignore[union-attr]
+    assert {f"_{name}": int(value) for name, value in flags.items()}.items() <= vars(gated_delta).items()
 
 
 # On a GPU.
-
-
-@pytest.fixture
-def card() -> Iterator[Any]:
-    """A GPU through CuPy, whose arrays lie between guard bytes."""
-    from tests.helpers.device import CupyDevice
-
-    made = CupyDevice()
-    yield made
-    made.check_guards()
-
-
-def make_pool(card: Any, values: np.ndarray, layout: str, histories: np.ndarray | None = None) -> StatePool:
-    """A pool on the device in one of the layouts; in pages, other bytes lie between the states of a slot."""
-    if layout == "layer":
-        return StatePool(card.array(values), None if histories is None else card.array(histories))
-    if layout == "slot":
-        rec = card.array(values.swapaxes(0, 1)).swapaxes(0, 1)
-        return StatePool(rec, None if histories is None else card.array(histories.swapaxes(0, 1)).swapaxes(0, 1))
-    layers, slots, heads, *state = values.shape
-    pages = np.full((slots, layers, heads + 1, *state), 7, np.float32)
-    pages[:, :, :heads] = values.swapaxes(0, 1)
-    return StatePool(card.array(pages)[:, :, :heads].swapaxes(0, 1), None if histories is None else card.array(histories))
-
-
-def make_log(card: Any, layers: int, rows: int, width: int, key_heads: int, heads: int, dim: int, columns: np.ndarray | None = None) -> ReplayLog:
-    """Full of NaN, so that whatever is read without having been written shows."""
-    outer = (layers, rows, width)
-    return ReplayLog(
-        card.array(np.full((*outer, key_heads, dim), 0x7FC0, np.uint16)),
-        card.array(np.full((*outer, heads, dim), 0x7FC0, np.uint16)),
-        card.array(np.full((*outer, heads, 2), np.nan, np.float32)),
-        None if columns is None else card.array(columns),
-    )
-
-
-def put(card: Any, batch: dict[str, np.ndarray], tokens: int | None = None) -> dict[str, Any]:
-    return {name: card.array(array[:, :tokens]) for name, array in batch.items()}
-
-
-def output_of(card: Any, batch: dict[str, np.ndarray]) -> Any:
-    return card.array(np.full(batch["v"].shape, 0x7FC0, np.uint16))
-
-
-def host(card: Any, array: Any) -> np.ndarray:
-    return np.ascontiguousarray(card.host(array))
 
 
 @pytest.mark.gpu
@@ -220,17 +174,6 @@ def test_record_is_the_rule_and_logs_what_came_in(card: Any, key_heads: int, hea
         assert np.array_equal(gates[1, item, :count, :, 1], batch["beta"][item, :count])
     assert (keys[0] == 0x7FC0).all() and (keys[1, 3] == 0x7FC0).all() and np.isnan(gates[0]).all()
     assert np.array_equal(host(card, pool.rec), before)
-
-
-def run_direct(card: Any, before: np.ndarray, batch: dict[str, np.ndarray], sources: np.ndarray, destinations: np.ndarray, m: int) -> np.ndarray:
-    """States after m tokens in every layer, sequence by sequence: what every other way must equal."""
-    pool = make_pool(card, before, "layer")
-    for layer in range(pool.layers):
-        for b in range(len(sources)):
-            part = {name: np.ascontiguousarray(array[b : b + 1, :m]) for name, array in batch.items()}
-            ids = (card.array(sources[b : b + 1]), card.array(destinations[b : b + 1]))
-            gated_delta.direct(**put(card, part), pool=pool, slots=ids[0], destination_slots=ids[1], layer=layer, out=output_of(card, part))
-    return host(card, pool.rec)
 
 
 @pytest.mark.gpu

@@ -223,6 +223,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) gpukit_conv1d_silu(
     int64 channels_a_word,  // 2, where pairs of channels are whole words everywhere, or 1
     int64* signal)
 {
+    wait_for_predecessor();
+    release_successor();
     const Call call{x, x_row, x_token, weight, history, history_slot, history_column, slot_count, slots, slot_bytes,
                     log, log_row, log_token, valid, valid_bytes,
                     previous, previous_row, previous_token, previous_tokens, accepted, accepted_bytes,

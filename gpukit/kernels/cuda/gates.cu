@@ -38,6 +38,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) gpukit_gate_control(
     int64 inner_rows,
     int64 heads)
 {
+    wait_for_predecessor();
+    release_successor();
     const int64 i = static_cast<int64>(blockIdx.x) * THREADS + threadIdx.x;
     if (i >= rows * heads)
         return;

@@ -69,6 +69,8 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 2) gpukit_rms_norm(
     double epsilon,
     int64 offset)
 {
+    wait_for_predecessor();
+    release_successor();
     const unsigned group = 1u << group_shift;
     const unsigned lane = threadIdx.x & (group - 1);
     const int64 row = static_cast<int64>(blockIdx.x) * (blockDim.x >> group_shift) + (threadIdx.x >> group_shift);

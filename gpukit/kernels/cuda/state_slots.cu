@@ -102,6 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gpukit_move_states(
     const Bytes16* source2, Bytes16* destination2, uint64 source_strides2, uint64 step_stride2, uint64 strides2,
     const Bytes16* source3, Bytes16* destination3, uint64 source_strides3, uint64 step_stride3, uint64 strides3)
 {
+    wait_for_predecessor();
     const unsigned row_layer = blockIdx.x / static_cast<unsigned>(pieces);
     int64 piece = blockIdx.x - row_layer * static_cast<unsigned>(pieces);
     const unsigned row = row_layer / static_cast<unsigned>(layers);

@@ -26,6 +26,27 @@ def step(state: Array, k: Array, v: Array, g: Array, beta: Array, normalize: boo
     state[:] = decay[:, :, None] * state + d[:, :, None] * k[:, None, :]
 
 
+def states_in(states: Array, slot: int) -> Array:
+    """A copy of the states in a slot, as float32."""
+    found = states[slot]
+    return np.array(found) if found.dtype == np.float32 else as_float(found)
+
+
+def put(states: Array, slot: int, state: Array) -> None:
+    """Store states, rounded if they are kept in bfloat16."""
+    if states.dtype == np.float32:
+        states[slot] = state
+    else:
+        states[slot].view(np.uint16)[...] = rounded(state)
+
+
+def pass_token(state: Array, k: Array, v: Array, g: Array, beta: Array, normalize: bool, like: Array) -> None:
+    """`step`, and then what storing the states in an array like `like` would leave of them."""
+    step(state, k, v, g, beta, normalize)
+    if like.dtype != np.float32:
+        state[:] = as_float(rounded(state))
+
+
 def look(state: Array, q: Array, scale: float, normalize: bool) -> Array:
     """What a query [Hk, K] reads from states [Hv, V, K]."""
     out: Array = np.float32(scale) * np.einsum("hvk,hk->hv", state, _per_value_head(_normalized(q, normalize), len(state)))
@@ -79,11 +100,49 @@ def direct(
     states, bits = pool.rec[layer], out.view(np.uint16)
     bits[...] = 0
     for b in np.flatnonzero(free):
-        state = np.array(states[sources[b]])
+        state = states_in(states, sources[b])
         for t in range(q.shape[1]):
-            step(state, as_float(k[b, t]), as_float(v[b, t]), g[b, t], beta[b, t], normalize)
+            pass_token(state, as_float(k[b, t]), as_float(v[b, t]), g[b, t], beta[b, t], normalize, states)
             bits[b, t] = rounded(look(state, as_float(q[b, t]), scale, normalize))
-        states[destinations[b]] = state
+        put(states, destinations[b], state)
+    return out
+
+
+def snapshot(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    pool: StatePool,
+    slots: Array,
+    snapshot_slots: Array,
+    *,
+    layer: int,
+    out: Array,
+    scale: float,
+    normalize: bool,
+    signal: Signal | None = None,
+) -> Array:
+    """Take the states in `slots` past all tokens and store them behind each; outputs on the way."""
+    sources, kept = as_ids(slots), as_ids(snapshot_slots)
+    beyond = (sources >= 0) & ((sources >= pool.slots) | (kept >= pool.slots).any(1))
+    usable = (sources >= 0) & ~beyond
+    add(signal, "out_of_range", beyond)
+    free = usable.copy()
+    for b in np.flatnonzero(usable):
+        others = (sources >= 0) & (sources < pool.slots) & (np.arange(len(sources)) != b)
+        free[b] = not np.isin(kept[b][kept[b] >= 0], np.concatenate((sources[others], kept[others].ravel()))).any()
+    add(signal, "occupied", usable & ~free)
+    states, bits = pool.rec[layer], out.view(np.uint16)
+    bits[...] = 0
+    for b in np.flatnonzero(free):
+        state = states_in(states, sources[b])
+        for t in range(q.shape[1]):
+            pass_token(state, as_float(k[b, t]), as_float(v[b, t]), g[b, t], beta[b, t], normalize, states)
+            bits[b, t] = rounded(look(state, as_float(q[b, t]), scale, normalize))
+            if kept[b, t] >= 0:
+                put(states, kept[b, t], state)
     return out
 
 
@@ -139,7 +198,8 @@ def fold_record(
     add(signal, "occupied", usable & ~wrong & ~free)
     states = pool.rec[layer]
     for b in np.flatnonzero(free):
-        _replay(states[sources[b]], previous, layer, int(b), int(counts[b]), normalize)
+        if counts[b] > 0:
+            put(states, sources[b], _replayed(states, sources[b], previous, layer, int(b), int(counts[b]), normalize))
     return _verify(q, k, v, g, beta, states, sources, free, log, layer, out, valid, scale, normalize)
 
 
@@ -164,9 +224,9 @@ def _verify(
     bits = out.view(np.uint16)
     bits[...] = 0
     for b in np.flatnonzero(usable):
-        state = np.array(states[sources[b]])
+        state = states_in(states, sources[b])
         for t in range(limits[b]):
-            step(state, as_float(k[b, t]), as_float(v[b, t]), g[b, t], beta[b, t], normalize)
+            pass_token(state, as_float(k[b, t]), as_float(v[b, t]), g[b, t], beta[b, t], normalize, states)
             bits[b, t] = rounded(look(state, as_float(q[b, t]), scale, normalize))
             log.k[layer, b, t].view(np.uint16)[...] = k[b, t].view(np.uint16)
             log.v[layer, b, t].view(np.uint16)[...] = v[b, t].view(np.uint16)
@@ -174,10 +234,12 @@ def _verify(
     return out
 
 
-def _replay(state: Array, log: ReplayLog, layer: int, row: int, m: int, normalize: bool) -> None:
+def _replayed(states: Array, slot: int, log: ReplayLog, layer: int, row: int, m: int, normalize: bool) -> Array:
+    state = states_in(states, slot)
     for t in range(m):
         gates = log.gates[layer, row, t]
-        step(state, as_float(log.k[layer, row, t]), as_float(log.v[layer, row, t]), gates[:, 0], gates[:, 1], normalize)
+        pass_token(state, as_float(log.k[layer, row, t]), as_float(log.v[layer, row, t]), gates[:, 0], gates[:, 1], normalize, states)
+    return state
 
 
 def fold(pool: StatePool, log: ReplayLog, rows: Array, *, normalize: bool, signal: Signal | None = None) -> None:
@@ -191,9 +253,8 @@ def fold(pool: StatePool, log: ReplayLog, rows: Array, *, normalize: bool, signa
     for row in np.flatnonzero(free):
         source, destination, m = sources[row], destinations[row], counts[row]
         for layer in range(pool.layers):
-            state = np.array(pool.rec[layer, source])
-            _replay(state, log, layer, int(row), int(m), normalize)
-            pool.rec[layer, destination] = state
+            states = pool.rec[layer]
+            put(states, destination, _replayed(states, source, log, layer, int(row), int(m), normalize))
             if pool.conv is not None:
                 seen = np.concatenate((pool.conv[layer, source].view(np.uint16), log.conv[layer, row, :m].view(np.uint16)))
                 pool.conv[layer, destination].view(np.uint16)[...] = seen[m : m + 3]

@@ -1,0 +1,138 @@
+"""Checks of arguments that the plans of the recurrent-state ops share: batches of tokens, slot ids, layers, outputs. Each names the argument."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+from gpukit import arrays
+from gpukit.arrays import ITEMSIZE, contiguous_strides, describe, vector
+from gpukit.errors import ArgumentError, ArgumentTypeError
+from gpukit.kernels._plans import allocate, refuse_other_device, whole
+from gpukit.kernels._tensors import BF16
+from gpukit.kernels.state_pool import DIMS, StatePool
+from gpukit.launch import IDS
+
+__all__ = [
+    "batch",
+    "batch_inputs",
+    "device_of",
+    "float_bits",
+    "ids",
+    "layer_of",
+    "optional_ids",
+    "output_like",
+    "output_scale",
+    "require",
+    "states_at",
+]
+
+_FLOAT32 = ("float32",)
+
+
+def float_bits(scale: float) -> int:
+    """A float's bits: a kernel then finds it among its parameters as it is."""
+    return int.from_bytes(struct.pack("<f", scale), "little")
+
+
+def output_scale(scale: float | None, pool: StatePool) -> float:
+    return pool.dim**-0.5 if scale is None else float(scale)
+
+
+def device_of(array: Any, name: str) -> int:
+    return max(describe(array, name)[4], -1)
+
+
+def require(value: Any, kind: type, name: str) -> None:
+    if not isinstance(value, kind):
+        raise ArgumentTypeError(f"{name}: expected a {kind.__name__}, got {type(value).__name__}")
+
+
+def layer_of(layer: int, pool: StatePool, name: str = "layer") -> int:
+    layer = whole(layer, name)
+    if layer >= pool.layers:
+        raise ArgumentError(f"{name}: expected at most {pool.layers - 1}, the last of pool, got {layer}")
+    return layer
+
+
+def states_at(pool: StatePool, layer: int) -> int:
+    """Address of a layer's first state."""
+    return pool.pointer + pool.itemsize * layer * pool.layer_stride
+
+
+def batch(
+    array: Any, name: str, dtypes: tuple[str, ...], device: int, shape: tuple[int | None, ...], expected: str, alignment: int = 1
+) -> tuple[tuple[int, int, int], tuple[int, ...]]:
+    """``(pointer, stride of sequences, stride of tokens)`` and shape of an input; None in `shape` is any size but 0."""
+    pointer, dtype, got, strides, where, _ = describe(array, name)
+    refuse_other_device(name, max(where, -1), device)
+    if dtype not in dtypes:
+        raise ArgumentTypeError(f"{name}: expected dtype {' or '.join(dtypes)}, got {dtype}")
+    if len(got) != len(shape) or any(n != m if m is not None else n == 0 for n, m in zip(got, shape, strict=True)):
+        raise ArgumentError(f"{name}: expected shape {expected}, got {tuple(got)}")
+    plain = contiguous_strides(got)
+    if strides is None:
+        return (pointer, plain[0], plain[1]), got
+    # An axis of length 1 has no stride worth looking at.
+    seen = tuple(p if n == 1 else s for n, s, p in zip(got, strides, plain, strict=True))
+    if seen[2:] != plain[2:]:
+        raise ArgumentError(f"{name}: expected heads that are contiguous within a token, got element strides {tuple(strides)}")
+    if seen[0] % alignment or seen[1] % alignment:
+        raise ArgumentError(f"{name}: expected strides of multiples of {alignment} elements, got {tuple(strides)}")
+    return (pointer, seen[0], seen[1]), got
+
+
+def batch_inputs(q: Any, k: Any, v: Any, g: Any, beta: Any, pool: StatePool, device: int) -> tuple[tuple[int, ...], int, int, int]:
+    """Pointers and strides of the inputs as the kernels take them, number of sequences, of tokens and of key heads."""
+    require(pool, StatePool, "pool")
+    refuse_other_device("pool", pool.device, device)
+    shape = describe(q, "q")[2]
+    if len(shape) != 4 or shape[3] not in DIMS:
+        raise ArgumentError(f"q: expected shape (B, T, key_heads, 64 or 128), got {tuple(shape)}")
+    items = shape[0]
+    q_part, shape = batch(q, "q", BF16, device, (items, None, None, pool.dim), f"(B, T, key_heads, {pool.dim}), as pool says", 8)
+    _, tokens, key_heads, dim = shape
+    if pool.heads % key_heads:
+        raise ArgumentError(f"q: expected key heads that divide the {pool.heads} value heads of pool, got {key_heads}")
+    k_part, _ = batch(k, "k", BF16, device, tuple(shape), f"{tuple(shape)} like q", 8)
+    for name, (pointer, _, _) in (("q", q_part), ("k", k_part)):
+        if pointer % 16:
+            raise ArgumentError(f"{name}: expected an address that is a multiple of 16, got {pointer:#x}")
+    values = (items, tokens, pool.heads, dim)
+    v_part, _ = batch(v, "v", BF16, device, values, f"{values}")
+    g_part, _ = batch(g, "g", _FLOAT32, device, values[:3], f"{values[:3]}")
+    beta_part, _ = batch(beta, "beta", _FLOAT32, device, values[:3], f"{values[:3]}")
+    return (*q_part, *k_part, *v_part, *g_part, *beta_part), items, tokens, key_heads
+
+
+def output_like(out: Any, v: Any, shape: tuple[int, ...], device: int, handle: int) -> tuple[Any, int]:
+    if out is None:
+        if device < 0:
+            return arrays.empty(shape, describe(v)[1], v), 0
+        return allocate("out", shape, describe(v)[1], v, handle)
+    pointer, dtype, got, strides, where, writable = describe(out, "out")
+    refuse_other_device("out", max(where, -1), device)
+    if dtype not in BF16:
+        raise ArgumentTypeError(f"out: expected dtype {' or '.join(BF16)}, got {dtype}")
+    if tuple(got) != shape:
+        raise ArgumentError(f"out: expected shape {shape}, got {tuple(got)}")
+    if strides is not None:
+        raise ArgumentError(f"out: expected a contiguous array, got element strides {tuple(strides)}")
+    if not writable:
+        raise ArgumentError("out: expected a writable array, got a read-only one")
+    return out, pointer
+
+
+def ids(array: Any, name: str, dtypes: tuple[str, ...], items: int, device: int) -> tuple[int, int, str, int]:
+    found = vector(array, name, dtypes, device)
+    if found[1] != items:
+        raise ArgumentError(f"{name}: expected shape ({items},), one a sequence, got ({found[1]},)")
+    return found
+
+
+def optional_ids(array: Any, name: str, items: int, device: int) -> tuple[int, int]:
+    """Pointer and bytes of an id, zeros without an array."""
+    if array is None:
+        return 0, 0
+    pointer, _, dtype, _ = ids(array, name, IDS, items, device)
+    return pointer, ITEMSIZE[dtype]
