@@ -86,9 +86,9 @@ def test_a_snapshot_that_others_need_is_refused(card: Any) -> None:
     before, batch = states_of((1, 6, 2, 64, 64)), tokens_of(4, 2, 1, 2, 64)
     pool, out = make_pool(card, before, "layer"), output_of(card, batch)
     signal = Signal(like=pool.rec)
-    slots, kept = np.array([0, 1, 2, -1]), np.array([[3, 1], [4, 6], [5, 2], [5, 5]])
+    slots, kept = np.array([0, 1, 2, -1]), np.array([[3, 1], [4, 6], [5, 3], [5, 5]])
     gated_delta.snapshot(**put(card, batch), pool=pool, slots=card.array(slots), snapshot_slots=card.array(kept), layer=0, out=out, signal=signal)
-    # The first would write the source of the second, which itself is out of range; a padded row neither writes nor stands in the way.
+    # The first and the third would write one slot; the second is out of range; a padded row neither writes nor stands in the way.
     assert signal.counts() == {"out_of_range": 1, "occupied": 2}
     assert np.array_equal(host(card, pool.rec), before) and not host(card, out).any()
 
