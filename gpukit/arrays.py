@@ -316,7 +316,14 @@ def full(shape: int | tuple[int, ...], value: int, dtype: str, like: Any) -> Any
         with cuda.gpus[device_of(like)]:
             return cuda.to_device(np.full(shape, value, np.dtype(dtype)))
     array = empty(shape, dtype, like)
-    array[...] = value
+    if library == "cupy":
+        import cupy
+
+        # CuPy fills with a kernel of the current device.
+        with cupy.cuda.Device(device_of(like)):
+            array[...] = value
+    else:
+        array[...] = value
     return array
 
 

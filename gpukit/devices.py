@@ -199,6 +199,21 @@ def create_stream(device: int) -> int:
         return int(call(bindings.cuStreamCreate(bindings.CUstream_flags.CU_STREAM_NON_BLOCKING), "cuStreamCreate"))
 
 
+def of_stream(stream: int) -> int | None:
+    """Ordinal of a stream's device; None for the default streams, which are of whichever device is current, and where the driver cannot say."""
+    if stream in (0, 1, 2):
+        return None
+    bindings = driver()
+    status, context = bindings.cuStreamGetCtx(stream)
+    if status != 0:
+        return None
+    call(bindings.cuCtxPushCurrent(context), "cuCtxPushCurrent")
+    try:
+        return int(call(bindings.cuCtxGetDevice(), "cuCtxGetDevice"))
+    finally:
+        call(bindings.cuCtxPopCurrent(), "cuCtxPopCurrent")
+
+
 def is_capturing(stream: int) -> bool:
     """Whether a stream is being captured into a graph."""
     bindings = driver()

@@ -10,7 +10,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from gpukit.errors import ArgumentTypeError
+from gpukit import devices
+from gpukit.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["current", "handle_of"]
 
@@ -100,7 +101,25 @@ def current(array: Any) -> int:
 
 
 def choose(stream: Any, array: Any) -> int:
-    """Handle of `stream`, or of the current stream of `array`'s library when `stream` is None."""
+    """Handle of `stream`, or of the current stream of `array`'s library when `stream` is None.
+
+    Raises
+    ------
+    ArgumentError
+        The stream is of another device than the array.
+    """
     if stream is not None:
-        return handle_of(stream)
+        handle = handle_of(stream)
+        # Only a machine with several devices pays for the question.
+        if devices.count() > 1:
+            _refuse_other_device(handle, array)
+        return handle
     return (_readers.get(type(array)) or _find_reader(type(array)))(array)
+
+
+def _refuse_other_device(handle: int, array: Any) -> None:
+    from gpukit.arrays import device_of
+
+    own, where = devices.of_stream(handle), device_of(array)
+    if own is not None and where >= 0 and own != where:
+        raise ArgumentError(f"stream: expected a stream of device {where}, where the arrays are, got one of device {own}")

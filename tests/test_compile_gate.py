@@ -14,6 +14,10 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
 
 # Registers per thread. 64 lets 1,024 threads live on a multiprocessor, which hides the latency of index kernels.
 BUDGET = {"numba": 64, "cuda": 128}
+# A few blocks of 256 threads in all: how many fit on a multiprocessor is nothing to it.
+OWN_BUDGET = {"decode_step": 96}
+# What is tuned for Hopper must fit there as it was measured; elsewhere a few registers more are better than a spill.
+BUDGET_ELSEWHERE = {"gated_delta": 168}
 
 
 def test_the_compilers_are_here() -> None:
@@ -28,7 +32,10 @@ def test_kernel_compiles_within_its_budget(kernel: launch.Kernel, arch: str) -> 
     for variant in kernel.variants:
         used = resources(cubin(kernel.language, kernel.subject, kernel.name, variant, arch))[f"gpukit_{kernel.name}"]
         assert used.frame_bytes == 0, f"{variant}: {used}"
-        assert 0 < used.registers <= BUDGET[kernel.language], f"{variant}: {used}"
+        budget = OWN_BUDGET.get(kernel.subject, BUDGET[kernel.language])
+        if arch != "sm_90":
+            budget = BUDGET_ELSEWHERE.get(kernel.subject, budget)
+        assert 0 < used.registers <= budget, f"{variant}: {used}"
 
 
 def test_a_kernel_that_does_not_compile_says_which_and_why(monkeypatch: pytest.MonkeyPatch) -> None:

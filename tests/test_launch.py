@@ -56,6 +56,31 @@ def test_a_cold_kernel_in_a_capture_is_refused_before_any_driver_call(driver: Fa
     assert run() == "result"
 
 
+def test_several_launches_are_all_or_none_and_prepared_together(driver: FakeDriver) -> None:
+    prepare, scan = (next(kernel for kernel in launch.kernels() if kernel.name == name) for name in ("prefill_prepare", "prefill_scan"))
+    launches = [(prepare, 5, 64, (1, 2)), (scan, 6, 128, (3,))]
+    prepare.load((), 0)
+    driver.capturing.add(77)
+    with pytest.raises(errors.ColdKernelError, match="prefill_scan"):
+        launch.launch_all(launches, 0, 77, "result")
+    assert not driver.launches
+    driver.capturing.clear()
+    assert launch.launch_all(launches, 0, 77, "result") == "result"
+    assert [(call["grid"][0], call["block"][0], call["values"][0], call["shared"]) for call in driver.launches] == [
+        (5, 64, 1, 0),
+        (6, 128, 3, scan.shared_bytes),
+    ]
+    # More shared memory than any kernel may have is asked for when the kernel is loaded, and only then.
+    assert scan.shared_bytes > 48 * 1024 and driver.attributes == [(8, scan.shared_bytes)]
+    launch._mode.set(planning=True)
+    plan = launch.launch_all(launches, 0, 77, "result")
+    launch._mode.set(planning=False)
+    assert len(driver.launches) == 2
+    call = launch.PreparedCall(plan, ())
+    assert (call(), call()) == ("result", "result")
+    assert [(made["grid"][0], made["values"][0], made["shared"]) for made in driver.launches[2:]] == 2 * [(5, 1, 0), (6, 3, scan.shared_bytes)]
+
+
 def test_default_streams_launch_in_the_context_of_the_arrays_device(driver: FakeDriver) -> None:
     driver.device_count = 2
     for stream in (0, 1, 2, 77):

@@ -1,20 +1,26 @@
 """The public ops, one module per subject.
 
 Arrays decide where an op runs: NumPy arrays run the reference in `kernels/reference`, device arrays the kernel in `kernels/numba` or
-`kernels/cuda`. Every op launches at most once, never waits, and has a `prepare` that checks and packs its arguments once.
+`kernels/cuda`. Every op launches at most once (`prefill` twice), never waits, and has a `prepare` that checks and packs its arguments once.
 """
 
 from gpukit.kernels import (
     calibration,
     conv,
+    decode_step,
     free_list,
     gated_delta,
+    gated_delta_prefill,
     gates,
+    linear,
     metadata,
     norm,
     page_copy,
     page_table,
+    residency,
+    row_split,
     sliding_window,
+    speculative,
     state_pool,
     state_slots,
 )
@@ -22,14 +28,20 @@ from gpukit.kernels import (
 __all__ = [
     "calibration",
     "conv",
+    "decode_step",
     "free_list",
     "gated_delta",
+    "gated_delta_prefill",
     "gates",
+    "linear",
     "metadata",
     "norm",
     "page_copy",
     "page_table",
+    "residency",
+    "row_split",
     "sliding_window",
+    "speculative",
     "state_pool",
     "state_slots",
 ]

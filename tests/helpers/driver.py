@@ -33,6 +33,7 @@ class FakeDriver:
     CUresult = Result
     CUstreamCaptureStatus = CaptureStatus
     CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2)
+    CUfunction_attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8)
 
     def __init__(self, devices: int = 1):
         self.device_count = devices
@@ -40,6 +41,7 @@ class FakeDriver:
         self.refuse: dict[str, Result] = {}
         self.launches: list[dict[str, Any]] = []
         self.loaded: list[bytes] = []
+        self.attributes: list[tuple[int, int]] = []
         self._contexts = threading.local()
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
@@ -119,6 +121,10 @@ class FakeDriver:
     def cuLibraryGetKernel(self, library: bytes, name: bytes) -> Any:
         return self._answer("cuLibraryGetKernel", 7)
 
+    def cuKernelSetAttribute(self, attribute: int, value: int, kernel: int, device: int) -> Any:
+        self.attributes.append((attribute, value))
+        return self._answer("cuKernelSetAttribute")
+
     def cuKernelGetFunction(self, kernel: int) -> Any:
         return self._answer("cuKernelGetFunction", kernel)
 
@@ -132,5 +138,7 @@ class FakeDriver:
             pointers = (ctypes.c_void_p * 40).from_address(addresses)
             values = [ctypes.c_int64.from_address(pointer).value for pointer in pointers]
             context = self.stack[-1] if self.stack else None
-            self.launches.append({"grid": (gx, gy, gz), "block": (bx, by, bz), "stream": stream, "values": values, "context": context})
+            self.launches.append(
+                {"grid": (gx, gy, gz), "block": (bx, by, bz), "shared": shared, "stream": stream, "values": values, "context": context}
+            )
         return answer

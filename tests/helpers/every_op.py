@@ -8,7 +8,24 @@ from typing import Any
 
 import numpy as np
 
-from gpukit.kernels import conv, free_list, gated_delta, gates, metadata, norm, page_copy, page_table, sliding_window, state_slots
+from gpukit.kernels import (
+    conv,
+    decode_step,
+    free_list,
+    gated_delta,
+    gated_delta_prefill,
+    gates,
+    linear,
+    metadata,
+    norm,
+    page_copy,
+    page_table,
+    residency,
+    row_split,
+    sliding_window,
+    speculative,
+    state_slots,
+)
 from gpukit.kernels.free_list import DevicePages
 from gpukit.kernels.state_pool import ReplayLog, StatePool
 from tests.helpers.bf16 import random_bits
@@ -18,13 +35,15 @@ Make = Callable[[np.ndarray], Any]
 
 @dataclass(frozen=True)
 class OpCase:
-    """An op, the NumPy arrays of a small call, and how they are passed; `pages` names DevicePages to make beside them."""
+    """An op, the NumPy arrays of a small call, and how they are passed; `pages` names DevicePages to make beside them, `scratch` the arrays
+    that a device may leave anything in."""
 
     name: str
     op: Any
     values: dict[str, np.ndarray]
     call: Callable[[dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
     pages: dict[str, int] = field(default_factory=dict)
+    scratch: tuple[str, ...] = ()
 
     def make(self, make: Make) -> dict[str, Any]:
         """Fresh arguments in a library."""
@@ -42,7 +61,7 @@ class OpCase:
 
     def arrays(self, made: dict[str, Any]) -> dict[str, Any]:
         """Everything that the op may have written, by name."""
-        found = {name: made[name] for name in self.values}
+        found = {name: made[name] for name in self.values if name not in self.scratch}
         for name in self.pages:
             found |= {f"{name}.ring": made[name].ring, f"{name}.counters": made[name].counters}
         return found
@@ -263,6 +282,12 @@ def gated_delta_ops() -> list[OpCase]:
 
     return [
         OpCase("direct", gated_delta.direct, values | out, lambda a: (inputs(a), {**exact, "out": a["out"]})),
+        OpCase(
+            "snapshot",
+            gated_delta.snapshot,
+            values | out | {"kept": np.array([[1, -1, 2], [-1, -1, -1]], values["slots"].dtype)},
+            lambda a: ((*inputs(a), a["kept"]), {**exact, "out": a["out"]}),
+        ),
         OpCase("record", gated_delta.record, values | out | log, lambda a: ((*inputs(a), log_of(a)), {**exact, "out": a["out"]})),
         OpCase(
             "fold_record",
@@ -275,6 +300,15 @@ def gated_delta_ops() -> list[OpCase]:
             gated_delta.fold,
             {"rec": values["rec"], **log, **histories, "rows": np.array([[0, 0, 2], [1, 3, 3], [2, 2, 0]])},
             lambda a: ((StatePool(a["rec"], a["conv"]), log_of(a), a["rows"]), {"normalize": False}),
+        ),
+        OpCase(
+            "prefill",
+            gated_delta_prefill.prefill,
+            {name: array.reshape(6, *array.shape[2:]) for name, array in (values | out).items() if name not in ("rec", "slots")}
+            | {"rec": values["rec"], "slots": values["slots"], "cu_seqlens": np.array([0, 4, 6])}
+            | {"workspace": np.zeros(gated_delta_prefill.prefill_workspace(6, 2, 2), np.uint8)},
+            lambda a: ((*inputs(a), a["cu_seqlens"]), {**exact, "out": a["out"], "workspace": a["workspace"], "method": "chunked"}),
+            scratch=("workspace",),
         ),
     ]
 
@@ -325,6 +359,22 @@ def norm_gate_and_conv_ops() -> list[OpCase]:
     ]
 
 
+def linear_ops() -> list[OpCase]:
+    # Ones, minus ones and zeros: sums are exact in any order.
+    rng = np.random.default_rng(6)
+    x, weight, residual = (rng.choice(np.array([0, 0x3F80, 0xBF80], np.uint16), shape) for shape in ((3, 64), (24, 64), (3, 24)))
+    ids, out = np.array([23, -1, 0]), np.zeros((3, 64), np.uint16)
+    return [
+        OpCase(
+            "linear",
+            linear.linear,
+            {"x": x, "weight": weight, "residual": residual, "out": residual * 0},
+            lambda a: ((a["x"], a["weight"]), {"out": a["out"], "residual": a["residual"]}),
+        ),
+        OpCase("embed", linear.embed, {"ids": ids, "table": weight, "out": out}, lambda a: ((a["ids"], a["table"]), {"out": a["out"]})),
+    ]
+
+
 def state_slots_ops() -> list[OpCase]:
     rng = np.random.default_rng(5)
     history, state = rng.integers(0, 99, (2, 6, 3, 8)).astype(np.uint16), rng.random((2, 6, 4, 8), np.float32)
@@ -356,15 +406,141 @@ def state_slots_ops() -> list[OpCase]:
     ]
 
 
+def residency_ops() -> list[OpCase]:
+    words = np.random.default_rng(5).integers(-(2**31), 2**31, (2, 3, 1640)).astype(np.int32)
+    advance = {"states": words, "slots": np.array([2, -1, 0])}
+    stream = {"weights": words.reshape(-1), "out": np.zeros(3, np.int32)}
+    return [
+        OpCase("advance_states", residency.advance_states, advance, lambda a: ((a["states"], a["slots"]), {"keep": 0.5})),
+        OpCase("stream_weights", residency.stream_weights, stream, lambda a: ((a["weights"], a["out"]), {"keep": 0.0})),
+    ]
+
+
+def row_split_ops() -> list[OpCase]:
+    rng = np.random.default_rng(8)
+    codes, values = rng.integers(-16, 16, (3, 128)).astype(np.int8), rng.standard_normal((3, 128)).astype(np.float32)
+    base, high, scales = np.zeros((3, 2, 32), np.uint8), np.zeros((3, 2, 8), np.uint8), np.ones((3, 2), np.float16)
+    planes = {"base": base + 0x5A, "high": high + 0x3C, "scales": scales}
+
+    def matrix(a: dict[str, Any]) -> row_split.RowSplit:
+        return row_split.RowSplit("q5", a["base"], a["high"], a["scales"])
+
+    return [
+        OpCase(
+            "pack_codes",
+            row_split.pack_codes,
+            {"codes": codes, "base": base, "high": high},
+            lambda a: ((a["codes"], "q5"), {"base": a["base"], "high": a["high"]}),
+        ),
+        OpCase("unpack_codes", row_split.unpack_codes, planes | {"out": codes}, lambda a: ((a["base"], a["high"], "q5"), {"out": a["out"]})),
+        OpCase("quantize", row_split.quantize, {"values": values, **planes}, lambda a: ((a["values"], "q5"), {"out": matrix(a)})),
+        OpCase("dequantize", row_split.dequantize, planes | {"out": values}, lambda a: ((matrix(a),), {"out": a["out"]})),
+    ]
+
+
+def speculative_ops() -> list[OpCase]:
+    rng = np.random.default_rng(7)
+    logits, hidden = (rng.standard_normal((3, 4, 130)) * 3).astype(np.float32), random_bits(rng, 3, 4, 24)
+    targets = rng.integers(0, 3, (3, 4))
+    table = {"anchors": np.array([7, 8, 9]), "drafts": rng.integers(0, 3, (3, 9)), "lengths": np.array([5, -1, 0])}
+    outcome = {"accepted": np.zeros(3, np.int64), "rows": np.zeros((3, 3), np.int32), "emitted": np.zeros((3, 4), np.int64)}
+    before = {"ids": rng.integers(0, 3, (3, 4)), "lengths": table["lengths"], "anchors": table["anchors"], "valid": np.array([4, 4, 2]), **outcome}
+    settings = {"seeds": np.arange(3), "temperature": np.array([1, 1, 0.5], np.float32), "top_k": np.array([9, 0, 4])}
+    workspace = {"workspace": speculative.workspace(12)}
+
+    def named(a: dict[str, Any], *names: str) -> dict[str, Any]:
+        return {name: a[name] for name in names}
+
+    return [
+        OpCase(
+            "prepare_verify",
+            speculative.prepare_verify,
+            {**table, "starts": np.array([2, 0, 7]), "ids": targets, "positions": targets * 0},
+            lambda a: ((a["anchors"], a["drafts"], a["lengths"]), {"tokens": 4, "draft_starts": a["starts"], **named(a, "ids", "positions")}),
+        ),
+        OpCase(
+            "accept_greedy",
+            speculative.accept_greedy,
+            {"targets": targets, **before},
+            lambda a: ((a["targets"], a["ids"], a["lengths"], a["anchors"]), named(a, "valid", "accepted", "rows", "emitted")),
+        ),
+        OpCase(
+            "accept_sampled",
+            speculative.accept_sampled,
+            {"logits": logits, **before, **settings, **workspace},
+            lambda a: ((a["logits"], a["ids"], a["lengths"], a["anchors"]), named(a, "valid", *settings, *outcome, *workspace)),
+        ),
+        OpCase(
+            "sample",
+            speculative.sample,
+            {"logits": logits[:, 0], "positions": table["lengths"], "out": np.zeros(3, np.int64), **settings, **workspace},
+            lambda a: ((a["logits"], a["seeds"], a["positions"], a["temperature"]), named(a, "out", "workspace")),
+        ),
+        OpCase(
+            "select_hidden",
+            speculative.select_hidden,
+            {"hidden": hidden, "accepted": np.array([4, 0, 2]), "out": hidden[:, 0]},
+            lambda a: ((a["hidden"], a["accepted"]), {"out": a["out"]}),
+        ),
+        OpCase(
+            "argmax_columns",
+            speculative.argmax_columns,
+            {"logits": logits[0], "out": np.zeros(130, np.int64), "workspace": speculative.workspace(130)},
+            lambda a: ((a["logits"],), named(a, "out", "workspace")),
+        ),
+    ]
+
+
+def decode_step_ops() -> list[OpCase]:
+    """Rounds without new pages, because lists begin empty: lengths, locations, sums, and pages that leave the window."""
+    names = ("rows", "lengths", "pages", "retired", "requests", "advance", "locations", "kv", "sums", "full_table", "swa_table", "status")
+    table = np.zeros((3, 60), np.int32)
+    values = {
+        "rows": np.arange(1, 241).reshape(4, 60),
+        "lengths": np.array([600, 90, 7, 0]),
+        "pages": np.array([60, 20, 10, 0]),
+        "retired": np.zeros(4, np.int64),
+        "requests": np.array([1, -1, 0]),
+        "advance": np.array([3, 1, 2]),
+        "locations": np.zeros((2, 3, 4), np.int64),
+        "kv": np.zeros(3, np.int32),
+        "sums": np.zeros(4, np.int32),
+        "full_table": table,
+        "swa_table": table + 1,
+        "status": np.zeros(3, np.int64),
+    }
+
+    def state(a: dict[str, Any]) -> decode_step.DecodeState:
+        return decode_step.DecodeState(*(a[name] for name in names[:6]), 4, *(a[name] for name in names[6:]))
+
+    return [
+        OpCase(
+            "decode_step",
+            decode_step.decode_step,
+            values | _tables() | {f"swa_{name}": array for name, array in _tables().items()},
+            lambda a: (
+                (state(a), 16, 60, (a["v2p"], a["p2v"]), (a["swa_v2p"], a["swa_p2v"]), a["ids"], a["pool"], a["window"]),
+                {},
+            ),
+            {"ids": 600, "pool": 600, "window": 600},
+        )
+    ]
+
+
 def every_op() -> list[OpCase]:
     """All of them."""
     return [
         *page_table_ops(),
         *free_list_ops(),
         *sliding_window_ops(),
+        *decode_step_ops(),
         *metadata_ops(),
         *page_copy_ops(),
         *gated_delta_ops(),
         *norm_gate_and_conv_ops(),
+        *linear_ops(),
         *state_slots_ops(),
+        *speculative_ops(),
+        *residency_ops(),
+        *row_split_ops(),
     ]
