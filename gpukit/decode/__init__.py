@@ -1,14 +1,30 @@
-"""The composed decode round: replays a request trace through the paging ops and checks every step. No model runs here.
+"""The composed decode round. `run` replays a request trace through the paging ops and checks every step, without a model; `run_model` decodes with
+the recurrent layers of a model, plainly and speculatively, and checks that both agree.
 
 >>> from gpukit import decode
 >>> report = decode.run(decode.DecodeOptions(requests=10, batch=4, pages=512, swa_pages=64, backend="numpy"))
 >>> report.ok
+True
+>>> decode.run_model(decode.ModelOptions(tokens=4, backend="numpy")).ok
 True
 """
 
 from gpukit.decode.options import DecodeOptions
 from gpukit.decode.replay import Replay, run
 from gpukit.decode.report import DecodeReport
+from gpukit.decode.speculation import ModelOptions, ModelReport, ModelRun, run_model
 from gpukit.decode.trace import Request, generate_trace, read_trace
 
-__all__ = ["DecodeOptions", "DecodeReport", "Replay", "Request", "generate_trace", "read_trace", "run"]
+__all__ = [
+    "DecodeOptions",
+    "DecodeReport",
+    "ModelOptions",
+    "ModelReport",
+    "ModelRun",
+    "Replay",
+    "Request",
+    "generate_trace",
+    "read_trace",
+    "run",
+    "run_model",
+]

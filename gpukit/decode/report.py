@@ -14,6 +14,8 @@ from gpukit.decode.options import DecodeOptions
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from gpukit.decode.speculation import ModelReport
+
 __all__ = ["DecodeReport", "OpReport", "Timeline", "summarize"]
 
 
@@ -70,6 +72,8 @@ class DecodeReport:
         What the checks found; the replay stops at the first round that has any.
     timeline : Timeline
         Pages and requests over the rounds.
+    model : ModelReport, optional
+        What plain and speculative decoding of a model beside the replay brought, if they were asked for.
     """
 
     options: DecodeOptions
@@ -95,11 +99,17 @@ class DecodeReport:
     ops: list[OpReport]
     violations: list[Violation]
     timeline: Timeline
+    model: ModelReport | None = None
+
+    @property
+    def replay_ok(self) -> bool:
+        """Whether requests were played and no check of the replay found anything."""
+        return not self.violations and self.skipped < max(self.requests, 1)
 
     @property
     def ok(self) -> bool:
-        """Whether requests were played and no check found anything."""
-        return not self.violations and self.skipped < max(self.requests, 1)
+        """Whether that is so, and no check of the model's decoding found anything either."""
+        return self.replay_ok and (self.model is None or self.model.ok)
 
     @property
     def partial(self) -> bool:
@@ -111,6 +121,8 @@ class DecodeReport:
         fields = asdict(self)
         if self.options.trace is not None:
             fields["options"]["trace"] = str(self.options.trace)
+        if self.model is not None:
+            fields["model"] = self.model.to_dict()
         return {"ok": self.ok, "partial": self.partial, **fields}
 
     def to_json(self) -> str:
@@ -124,7 +136,9 @@ class DecodeReport:
         console.print(_totals_table(self))
         for violation in self.violations:
             console.print(f"violation: {violation.name} after round {violation.round}: {violation.message}", style="red", markup=False)
-        console.print(_verdict(self), style="green" if self.ok else "red", markup=False)
+        console.print(_verdict(self), style="green" if self.replay_ok else "red", markup=False)
+        if self.model is not None:
+            self.model.print(console)
 
 
 def summarize(times: dict[str, OpTimes]) -> list[OpReport]:
@@ -198,7 +212,7 @@ def _verdict(report: DecodeReport) -> str:
         "violation": "partial report: stopped at the first violation",
         "interrupt": "partial report: interrupted",
     }
-    if not report.ok:
+    if not report.replay_ok:
         return f"{reasons[report.stopped]}; {len(report.violations)} violations"
     if report.checked_rounds == 0:
         return f"{reasons[report.stopped]}; nothing was checked"

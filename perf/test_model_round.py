@@ -1,0 +1,62 @@
+"""Whole rounds of decoding with the recurrent layers of Qwen3.6-35B-A3B's shape, embedding and head included: plain steps and speculative rounds.
+
+The floor is what a round must read and write: weights once, states two or three times. No draft is accepted, which changes nothing about that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from gpukit.decode.backend import Backend, CupyBackend, NumpyBackend
+from gpukit.decode.geometry import GEOMETRIES
+from gpukit.decode.recurrent import Decoder, Weights
+from gpukit.launch import overlapping
+from perf.conftest import GPU, on_device
+
+# Only what is imported is told of the stream under measurement.
+with contextlib.suppress(ImportError):
+    import cupy  # noqa: F401
+
+pytestmark = on_device
+
+MODEL = GEOMETRIES["qwen3.6-35b-a3b" if GPU else "tiny"]
+SEQUENCES = (1, 8)
+DRAFTS = 3
+
+
+@functools.cache
+def backend() -> Backend:
+    return CupyBackend() if GPU else NumpyBackend()
+
+
+@functools.cache
+def weights() -> Weights:
+    return Weights.random(MODEL, backend())
+
+
+@pytest.mark.parametrize("sequences", SEQUENCES)
+def test_plain_step(device_benchmark: Callable[..., None], sequences: int) -> None:
+    """A token of every sequence."""
+    decoder = Decoder(MODEL, weights(), backend(), sequences)
+    decoder.start(np.arange(sequences))
+    with overlapping():
+        device_benchmark(decoder.round, moved=MODEL.round_bytes(sequences, 1, 2), nodes=2, rounds=15)
+
+
+@pytest.mark.parametrize("verify", ["exact", "fast"])
+@pytest.mark.parametrize("commit", ["fold", "fold_record"])
+@pytest.mark.parametrize("sequences", SEQUENCES)
+def test_speculative_round(device_benchmark: Callable[..., None], sequences: int, commit: str, verify: str) -> None:
+    """Three drafts of every sequence."""
+    decoder = Decoder(MODEL, weights(), backend(), sequences, drafts=DRAFTS, commit=commit, exact=verify == "exact")
+    decoder.start(np.arange(sequences))
+    sides = itertools.cycle(range(len(decoder.logs)))
+    moved = MODEL.round_bytes(sequences, DRAFTS + 1, 2 if decoder.deferred else 3)
+    with overlapping():
+        device_benchmark(lambda: decoder.round(next(sides)), moved=moved, nodes=2, rounds=15)
