@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gpukit.graphs import cli as graphs
 from gpukit.measure.cli import app as ladder
 from gpukit.pictures import require
 from gpukit.terminal import console, refusals
@@ -31,6 +32,8 @@ SECONDS_BEFORE_PROGRESS = 1.0
 
 app = typer.Typer(name="gpukit", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(ladder)
+app.command()(graphs.audit)
+app.command()(graphs.tune)
 
 
 @app.callback()
@@ -53,9 +56,17 @@ def decode(
     check: Annotated[str, typer.Option(help="Check every table every N rounds, and cheaper things every round; or off.")] = "16",
     json: Annotated[str | None, typer.Option(help="Write the report as JSON to this file; - is standard output.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw pages in use, free and retired over time into this file.")] = None,
+    model: Annotated[str, typer.Option(help="tiny, qwen3.6-35b-a3b, qwen3.8-27b or none: recurrent layers to decode after the replay.")] = "tiny",
+    sequences: Annotated[int, typer.Option(help="Sequences that the model decodes at once.")] = 4,
+    tokens: Annotated[int, typer.Option(help="Tokens that each of them gets at least.")] = 24,
+    drafts: Annotated[int, typer.Option(help="Tokens guessed per speculative round.")] = 3,
+    acceptance: Annotated[float, typer.Option(help="Probability that a guess is right.")] = 0.7,
+    verify: Annotated[str, typer.Option(help="exact: bits of plain decoding; fast: agrees within rounding.")] = "exact",
+    commit: Annotated[str, typer.Option(help="fold accepted tokens after a round, or fold_record: during the next.")] = "fold",
 ) -> None:
-    """Replay a request trace through decode rounds with FULL and SWA page pools, checking every step."""
-    from gpukit.decode import DecodeOptions, Replay
+    """Replay a request trace through decode rounds with FULL and SWA page pools, checking every step; then decode with a model's recurrent layers,
+    plainly and speculatively, and compare."""
+    from gpukit.decode import DecodeOptions, ModelOptions, ModelRun, Replay
 
     with refusals():
         options = DecodeOptions(
@@ -75,9 +86,30 @@ def decode(
         _require_writable("plot", plot)
         if plot is not None:
             require(plot)
+        run = None
+        if model != "none":
+            run = ModelRun(
+                ModelOptions(
+                    model=model,
+                    sequences=sequences,
+                    tokens=tokens,
+                    drafts=drafts,
+                    acceptance=acceptance,
+                    verify=verify,
+                    commit=commit,
+                    seed=seed,
+                    backend=backend,
+                )
+            )
         replay = Replay(options)
     with _progress() as progress:
         report = replay.run(progress)
+    if run is not None and report.ok and report.stopped != "interrupt":
+        with refusals():
+            try:
+                report.model = run.run()
+            except KeyboardInterrupt:
+                report.stopped = "interrupt"
     _write_report(report, json, plot)
     if report.stopped == "interrupt":
         raise typer.Exit(INTERRUPTED)
