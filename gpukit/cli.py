@@ -63,6 +63,7 @@ def decode(
     acceptance: Annotated[float, typer.Option(help="Probability that a guess is right.")] = 0.7,
     verify: Annotated[str, typer.Option(help="exact: bits of plain decoding; fast: agrees within rounding.")] = "exact",
     commit: Annotated[str, typer.Option(help="fold accepted tokens after a round, or fold_record: during the next.")] = "fold",
+    residency: Annotated[str, typer.Option(help="L2 plan of the model's rounds on a GPU: off, auto (measured), or a file of gpukit tune.")] = "off",
 ) -> None:
     """Replay a request trace through decode rounds with FULL and SWA page pools, checking every step; then decode with a model's recurrent layers,
     plainly and speculatively, and compare."""
@@ -99,6 +100,7 @@ def decode(
                     commit=commit,
                     seed=seed,
                     backend=backend,
+                    residency=residency,
                 )
             )
         replay = Replay(options)

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from gpukit.errors import Signal
 from gpukit.kernels import conv, gated_delta, gates, linear, norm, speculative
 from gpukit.kernels.state_pool import ReplayLog, StatePool
 from gpukit.launch import overlapping
+
+if TYPE_CHECKING:
+    from gpukit.graphs import Graph, Plan
 
 __all__ = ["SUBJECTS", "Decoder", "Weights", "array_module", "own_stream", "random_bfloat16"]
 
@@ -242,18 +245,21 @@ class Decoder:
         self.lengths[...] = self.backend.to_device(lengths)
         self.slots[...] = self.backend.to_device(np.where(lengths < 0, -1, self.places))
 
-    def compile(self, stream: int) -> list[Callable[[], Any]]:
-        """The rounds, to be called in turn: two where logs change places, else one. On a GPU they are graphs, captured on a stream."""
-        rounds: list[Callable[[], Any]] = [functools.partial(self.round, side) for side in range(max(len(self.logs), 1))]
+    def compile(self, stream: int, plan: Plan | None = None) -> list[Callable[[], Any]]:
+        """The rounds, to be called in turn: two where logs change places, else one. On a GPU they are graphs, captured on a stream under a plan."""
+        sides = range(max(len(self.logs), 1))
         if not isinstance(self.backend, CupyBackend):
-            return rounds
+            return [functools.partial(self.round, side) for side in sides]
+        self.graphs += [self.capture(stream, side, plan) for side in sides]
+        return [graph.launch for graph in self.graphs]
+
+    def capture(self, stream: int, side: int = 0, plan: Plan | None = None) -> Graph:
+        """One round as a graph, whose kernels may overlap."""
         from gpukit.graphs import capture
 
-        for play in rounds:
-            with capture(stream) as graph, overlapping():
-                play()
-            self.graphs.append(graph)
-        return [graph.launch for graph in self.graphs]
+        with capture(stream, plan=plan) as graph, overlapping():
+            self.round(side)
+        return graph
 
     def close(self) -> None:
         """Free the graphs, which hold on to nothing that the decoder does not."""

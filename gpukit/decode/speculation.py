@@ -27,6 +27,8 @@ from gpukit.errors import ArgumentError, ArgumentTypeError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from gpukit.graphs import Plan
+
 __all__ = [
     "COMMITS",
     "MODELS",
@@ -77,6 +79,8 @@ class ModelOptions:
         Of weights, first tokens, drafts and slots.
     backend : str
         "numpy", "gpu", or "auto".
+    residency : str
+        L2 plan of the speculative rounds on a GPU: "off", "auto" (measured on them), or the JSON file of a plan.
     """
 
     model: str = "tiny"
@@ -88,6 +92,7 @@ class ModelOptions:
     commit: str = "fold"
     seed: int = 0
     backend: str = "auto"
+    residency: str = "off"
 
     def __post_init__(self) -> None:
         for name, least, most in (("sequences", 1, 1024), ("tokens", 1, 4096), ("drafts", 0, MOST_DRAFTS), ("seed", 0, 2**31 - 1)):
@@ -193,6 +198,8 @@ class ModelReport:
         Launches; on a GPU, kernels of the captured graph.
     census : dict of str to int
         Kernels of the graph of a speculative round, by name. Empty on NumPy.
+    residency : str
+        The plan of the speculative rounds, and how many of their kernels carry its window. Empty on NumPy.
     step_us, round_us : float
         Median time of a plain step and of a speculative round: of the device where there is one, else of the host.
     round_bytes : int
@@ -219,6 +226,7 @@ class ModelReport:
     kernels_per_step: int = 0
     kernels_per_round: int = 0
     census: dict[str, int] = field(default_factory=dict)
+    residency: str = ""
     step_us: float = 0.0
     round_us: float = 0.0
     round_bytes: int = 0
@@ -258,6 +266,7 @@ class ModelReport:
             ("bytes that a round must move", f"{self.round_bytes:,}"),
         ]
         if self.floor_us is not None:
+            rows.append(("L2 plan", self.residency))
             rows.append(("µs that these take at the copy ceiling", f"{self.floor_us:,.1f}"))
             rows.append(("tokens/s, plain and speculative", f"{self.plain_tokens_per_second:,.0f}, {self.tokens_per_second:,.0f}"))
         for row in rows:
@@ -322,6 +331,8 @@ class ModelRun:
         backend = backend if backend is not None else choose_backend(options.backend)[0]
         if not isinstance(backend, CupyBackend) and geometry.weight_bytes > MOST_BYTES_ON_HOST:
             raise ArgumentError(f"model: expected tiny on the NumPy backend, which would take minutes for a token of another, got {geometry.name}")
+        if options.residency != "off" and not isinstance(backend, CupyBackend):
+            raise ArgumentError(f"residency: expected off on the NumPy backend, which has no L2 to plan, got {options.residency}")
         self.options, self.geometry, self.backend = options, geometry, backend
         self.xp = array_module(backend)
         self.meter = Meter(backend)
@@ -388,7 +399,10 @@ class ModelRun:
         backend, (rounds, batch) = self.backend, self.plan.produced.shape
         decoder.start(self.anchors, table)
         emitted, produced = backend.zeros((rounds, batch, decoder.tokens), np.int64), backend.zeros((rounds, batch), np.int64)
-        sides: list[Callable[[], Any]] = decoder.compile(stream)
+        sides: list[Callable[[], Any]] = decoder.compile(stream, self.planned(decoder, stream))
+        if decoder.graphs:
+            # Choosing a plan plays rounds.
+            decoder.start(self.anchors, table)
         for number in range(rounds):
             self.meter("speculative round", sides[number % len(sides)])
             emitted[number], produced[number] = decoder.emitted, decoder.accepted
@@ -396,6 +410,14 @@ class ModelRun:
         if decoder.deferred:
             decoder.commit((rounds - 1) % len(sides))
         return backend.to_host(emitted), backend.to_host(produced)
+
+    def planned(self, decoder: Decoder, stream: int) -> Plan | None:
+        """The L2 plan of the rounds; None on NumPy and without one."""
+        if not isinstance(self.backend, CupyBackend):
+            return None
+        from gpukit.decode.residency import plan_for
+
+        return plan_for(self.options.residency, decoder, stream)
 
     def count(self, plain: Decoder, speculative: Decoder, produced: np.ndarray) -> None:
         """What the rounds cost and brought."""
@@ -410,6 +432,7 @@ class ModelRun:
         if not isinstance(self.backend, CupyBackend):
             report.step_us, report.round_us = (float(np.median(times.host_ns)) / 1e3 for times in (step, played))
             return
+        from gpukit.graphs import audit
         from gpukit.measure.ceilings import ceilings
 
         report.step_us, report.round_us = float(np.median(step.device_us)), float(np.median(played.device_us))
@@ -417,6 +440,7 @@ class ModelRun:
         report.plain_tokens_per_second = 1e6 * float(self.plan.lengths.sum()) / sum(step.device_us)
         report.tokens_per_second = 1e6 * report.tokens / sum(played.device_us)
         report.census = dict(Counter(speculative.graphs[0].kernels))
+        report.residency = f"{self.options.residency}: {audit(speculative.graphs[0])}"
 
     def compare(self, plain: Decoder, speculative: Decoder, truth: np.ndarray, emitted: np.ndarray, produced: np.ndarray) -> None:
         """Tokens against tokens, states against states, and what nobody should have touched."""

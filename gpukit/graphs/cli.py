@@ -18,7 +18,8 @@ __all__ = ["audit", "tune"]
 
 MIB = 1 << 20
 
-RoundName = Annotated[str, typer.Argument(help="Which round: recurrent (kernels of a decode step) or synthetic (memory traffic alone).")]
+_ROUNDS = "Which round: recurrent (kernels of a decode step), synthetic (memory traffic alone) or decode (a model's)."
+RoundName = Annotated[str, typer.Argument(help=_ROUNDS)]
 Weights = Annotated[int, typer.Option(help="MiB of weights that a round streams past the state.", min=0)]
 Prefill = Annotated[int, typer.Option(help="MiB that a prefill streams, once in a cycle; 0 for no prefill.", min=0)]
 Decodes = Annotated[int, typer.Option(help="Decode graphs in a cycle with a prefill.", min=1)]

@@ -8,6 +8,7 @@ A new round is a function that returns a `Round`, registered under a name::
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
@@ -81,6 +82,8 @@ class Round:
 
 Builder = Callable[[RoundOptions], Round]
 _builders: dict[str, tuple[str, Builder]] = {}
+# Modules that register more of them when they are imported.
+_ELSEWHERE = ("gpukit.decode.residency",)
 
 
 def register(name: str, summary: str) -> Callable[[Builder], Builder]:
@@ -100,17 +103,24 @@ def summaries() -> dict[str, str]:
 
     Examples
     --------
-    >>> sorted(summaries())[:2]
-    ['recurrent', 'synthetic']
+    >>> sorted(summaries())[:3]
+    ['decode', 'recurrent', 'synthetic']
     """
+    _discover()
     return {name: summary for name, (summary, _) in _builders.items()}
 
 
 def build(name: str, options: RoundOptions | None = None) -> Round:
     """Build a round by name; ArgumentError names those there are."""
+    _discover()
     if name not in _builders:
         raise ArgumentError(f"round: expected one of {', '.join(_builders)}, got {name!r}")
     return _builders[name][1](options or RoundOptions())
+
+
+def _discover() -> None:
+    for module in _ELSEWHERE:
+        importlib.import_module(module)
 
 
 def _cupy() -> ModuleType:

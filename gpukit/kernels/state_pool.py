@@ -30,9 +30,9 @@ class StatePool:
     Parameters
     ----------
     rec : float32, bfloat16 or uint16 array, shape (layers, slots, value_heads, V, K)
-        States, uint16 as the bits of bfloat16: half the traffic, at 8 bits of precision, rounded after every token; ``V == K``, 64 or 128. The last three axes are contiguous; the strides of layers and slots are free, as long as states lie
-        apart: layer-major, slot-major (``array.transpose(1, 0, 2, 3, 4)`` of [slots, layers, …]), or views of one part of every page.
-        Addresses are multiples of 16.
+        States, uint16 as the bits of bfloat16: half the traffic, at 8 bits of precision, rounded after every token. ``V == K``, 64 or 128. The
+        last three axes are contiguous; the strides of layers and slots are free, as long as states lie apart: layer-major, slot-major
+        (``array.transpose(1, 0, 2, 3, 4)`` of [slots, layers, …]), or views of one part of every page. Addresses are multiples of 16.
     conv : bfloat16 or uint16 array, shape (layers, slots, 3, channels), optional
         Histories of the convolution, oldest column first. The last two axes are contiguous, `channels` is a multiple of 8.
 

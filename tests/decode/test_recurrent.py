@@ -381,13 +381,18 @@ def test_the_command_decodes_with_a_model_after_the_replay(tmp_path):
     path = tmp_path / "report.json"
     numbers = {"sequences": 2, "tokens": 6, "drafts": 2, "seed": 4}
     words = [word for name, value in numbers.items() for word in (f"--{name}", str(value))]
-    modes = {"model": "tiny", "acceptance": 0.5, "verify": "fast", "commit": "fold_record"}
+    modes = {"model": "tiny", "acceptance": 0.5, "verify": "fast", "commit": "fold_record", "residency": "off"}
     words += [word for name, value in modes.items() for word in (f"--{name}", str(value))]
     result = runner.invoke(cli.app, [*COMMAND, *words, "--json", str(path)])
     assert result.exit_code == 0, result.output
     assert "3 of 3" in result.stdout and "speculative and plain decoding compared: no violations" in " ".join(result.stdout.split())
     fields = json.loads(path.read_text())
     assert fields["ok"] and fields["model"]["ok"] and fields["model"]["options"] == {**numbers, **modes, "backend": "numpy"}
+
+
+def test_there_is_no_l2_to_plan_on_the_host():
+    with pytest.raises(ArgumentError, match="residency: expected off on the NumPy backend"):
+        run_model(ModelOptions(residency="auto", backend="numpy"))
 
 
 def test_without_a_model_the_command_only_replays(tmp_path):
@@ -498,3 +503,13 @@ def test_weights_are_the_same_on_every_backend():
     backend = CupyBackend()
     there = backend.to_host(recurrent.random_bfloat16(backend, (300, 1000), 0.1, seed=9))
     assert (there == recurrent.random_bfloat16(NumpyBackend(), (300, 1000), 0.1, seed=9)).all()
+
+
+@pytest.mark.gpu
+def test_a_plan_of_the_rounds_is_on_every_kernel_and_changes_no_bit(tmp_path):
+    from gpukit.graphs import Recipe
+
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(Recipe("some", "states", reserve=8 << 20).to_dict()))
+    report = run_model(ModelOptions(residency=str(path), backend="gpu"))
+    assert report.ok and report.residency.endswith(f"{report.kernels_per_round} of {report.kernels_per_round} kernel nodes windowed")
