@@ -1,0 +1,97 @@
+"""How many pages could be allocated: queries over one snapshot of the chain, remembered until something that they depend on changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from gpukit.errors import ArgumentError
+from gpukit.kernels._plans import positive
+from gpukit.memory.bands import Band, Epoch
+from gpukit.memory.geometry import BandState, bound, largest, pack, place
+
+__all__ = ["Chain", "Weights"]
+
+Weights = str | Mapping[str, int]
+
+
+class Chain:
+    """The bands of a pool in byte order, and the capacity queries over them.
+
+    Attributes
+    ----------
+    bands : tuple of Band
+    epoch : Epoch
+        Changes whenever a capacity field of a band is bound anew.
+    snapshots : int
+        How often the bands' numbers were read: once per query that was not remembered.
+    """
+
+    def __init__(self, bands: Sequence[Band], epoch: Epoch, usable_bytes: int):
+        self.bands = tuple(bands)
+        self.positions = {band.name: position for position, band in enumerate(self.bands)}
+        self.epoch = epoch
+        self.usable_bytes = usable_bytes
+        self.snapshots = 0
+        # Bands that have a gate.
+        self.gated: list[Band] = []
+        self._known: dict[object, int] = {}
+        self._known_at = -1
+
+    def snapshot(self) -> list[BandState]:
+        """The numbers of all bands, read once."""
+        self.snapshots += 1
+        return [band.state() for band in self.bands]
+
+    def band(self, name: str) -> Band:
+        """The band of that name."""
+        try:
+            return self.bands[self.positions[name]]
+        except KeyError:
+            raise ArgumentError(f"name: expected one of {', '.join(self.positions)}, got {name!r}") from None
+
+    def counts(self, wanted: Mapping[str, int]) -> list[int]:
+        """Counts by name as counts by band."""
+        counts = [0] * len(self.bands)
+        for name, count in wanted.items():
+            self.band(name)
+            counts[self.positions[name]] = count
+        return counts
+
+    def available(self, wanted: Weights) -> int:
+        """See `UnifiedPool.available`."""
+        if self.epoch.value != self._known_at:
+            self._known.clear()
+            self._known_at = self.epoch.value
+        # A mapping is no key; its items are.
+        key = wanted if type(wanted) is str else tuple(wanted.items())  # type: ignore[union-attr]
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._most(wanted, moves=False)
+        return found
+
+    def schedulable(self, wanted: Weights) -> int:
+        """See `UnifiedPool.schedulable`."""
+        if self.epoch.value != self._known_at:
+            self._known.clear()
+            self._known_at = self.epoch.value
+        # A gate may flip without any field being bound, so what the gates say is part of the question.
+        gates = tuple([band.gate() for band in self.gated]) if self.gated else ()  # type: ignore[misc]
+        key = (gates, wanted if type(wanted) is str else tuple(wanted.items()))  # type: ignore[union-attr]
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._most(wanted, moves=True)
+        return found
+
+    def _most(self, wanted: Weights, *, moves: bool) -> int:
+        weights = {wanted: 1} if isinstance(wanted, str) else {name: positive(weight, "weights") for name, weight in wanted.items()}
+        if not weights:
+            raise ArgumentError("weights: expected at least one band, got none")
+        units = self.counts(weights)
+        bands = self.snapshot()
+        most = min(band.ids // unit for band, unit in zip(bands, units, strict=True) if unit)
+        if not moves:
+            return largest(lambda n: place(bands, [n * unit for unit in units]) is not None, min(most, bound(bands, units)))
+        # Every byte is in use once: no more than this can fit, wherever it goes.
+        room = self.usable_bytes - sum((band.live + band.pending) * band.page_bytes for band in bands)
+        most = min(most, room // sum(unit * band.page_bytes for band, unit in zip(bands, units, strict=True)))
+        return largest(lambda n: pack(bands, [n * unit for unit in units]) is not None, most)

@@ -1,0 +1,356 @@
+"""Decode rounds over a unified pool: the requests' rows, the captured step, the magazines' stock, and the host's mirror of it all.
+
+A round costs the host one graph launch and some arithmetic. Admission and ends of requests are the slow path, between rounds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from gpukit import arrays
+from gpukit.errors import ArgumentError
+from gpukit.graphs import Graph, capture
+from gpukit.kernels import metadata
+from gpukit.kernels._plans import whole
+from gpukit.kernels.decode_step import DecodeState, decode_step
+from gpukit.memory._arrays import to_device, to_host
+from gpukit.memory.mirror import Counts, Mirror
+from gpukit.memory.pool import UnifiedPool
+
+__all__ = ["DecodeMemory"]
+
+# Rounds for which the pages that will be popped and pushed are worked out at once.
+FORECAST = 256
+
+
+class DecodeMemory:
+    """The decode rounds of one pool.
+
+    Parameters
+    ----------
+    pool : UnifiedPool
+        With a sub-pool ``full`` that mints ids, and perhaps ``swa`` that binds them.
+    num_rows : int
+        Requests at a time.
+    columns : int
+        Pages of the longest request.
+    lanes : int
+        Requests of a round.
+    window : int or None
+        Tokens that must stay behind the last whole page in SWA; None retires nothing.
+    lookahead : int
+        Tokens written per request and round: 1, or drafts and one more.
+
+    Attributes
+    ----------
+    state : DecodeState
+        The device's side.
+    rows : int64 array
+        Rows of the requests that are seated, by lane.
+
+    Examples
+    --------
+    >>> from gpukit.memory import Entry, Part, full_and_swa
+    >>> entry = Entry((Part("k", (8,), "float32"),))
+    >>> memory = DecodeMemory(full_and_swa(1 << 14, entry, entry, page_size=4), num_rows=4, columns=16, lanes=2, window=4)
+    >>> memory.admit(0, length=6)
+    True
+    >>> memory.seat([0])
+    >>> for _ in range(6):
+    ...     served = memory.step()
+    >>> memory.state.kv_lengths, memory.mirror.low.retired, memory.check()
+    (array([12,  0], dtype=int32), array([1, 0, 0, 0]), [])
+    >>> memory.end(0)
+    >>> memory.pool.band("full").live, memory.pool.band("swa").live
+    (0, 0)
+    """
+
+    def __init__(self, pool: UnifiedPool, *, num_rows: int, columns: int, lanes: int, window: int | None, lookahead: int = 1):
+        self.pool = pool
+        self.full = pool.band("full")
+        self.swa = pool.band("swa") if "swa" in pool.chain.positions else None
+        self.page_size = self.full.page_size
+        self.state = DecodeState.allocate(num_rows, columns, lanes, lookahead, like=pool.like)
+        self.window = window if self.swa is not None else None
+        self._mirror = Mirror(num_rows, lookahead, self.page_size, self.window)
+        self.rows = np.empty(0, np.int64)
+        self.rounds = 0
+        self._graph: Graph | None = None
+        self._admitted: set[int] = set()
+        # Requests that have not had a round yet: their length counts all their tokens.
+        self._fresh: set[int] = set()
+        # Pages popped and pushed in the coming rounds, the next one last, and how many of these have been launched and are not in the mirror yet.
+        self._coming: list[tuple[int, int]] = []
+        self._ahead = 0
+        # Rounds whose advance only the device knows that are not in the mirror yet.
+        self._blind = 0
+        # What `state.advance` holds, as far as the host wrote it.
+        self._advance: np.ndarray | None = None
+        # Whole rows go into the page tables when a lane gets another request: pages that are held for drafts, too.
+        self._whole = to_device(np.full(lanes, columns * self.page_size, np.int64), pool.like)
+        self._scratch = arrays.full(lanes, 0, "int32", pool.like), arrays.full(lanes + 1, 0, "int32", pool.like)
+
+    def __repr__(self) -> str:
+        return f"DecodeMemory({len(self.rows)} of {self.state.lanes} lanes, {self.rounds} rounds, {self.mirror.waiting} in wait, {self.pool!r})"
+
+    @property
+    def mirror(self) -> Mirror:
+        """The host's side, with all rounds that were launched."""
+        if self._ahead or self._blind or self._coming:
+            self._catch_up()
+        return self._mirror
+
+    def _catch_up(self) -> None:
+        if self._ahead:
+            self._mirror.skip(self.rows, self._ahead)
+        for _ in range(self._blind):
+            self._mirror.round(self.rows, None)
+        self._coming, self._ahead, self._blind = [], 0, 0
+
+    # Requests
+
+    def admit(self, row: int, length: int, *, pages: Any = None, shared: int = 0, relieve: bool = False) -> bool:
+        """A request begins with a prompt of `length` tokens; False, with nothing changed, where its pages do not fit.
+
+        Parameters
+        ----------
+        row : int
+            A row that no request has.
+        length : int
+            Tokens that have their K and V, or get them before the first round. The first round does not advance the request; where a
+            sampler writes ``state.advance``, that is 0 then.
+        pages : int64 array, optional
+            Virtual pages that the caller has allocated, as many as `length` tokens take. By default they are allocated here, and only those
+            inside the window are bound in SWA.
+        shared : int
+            First pages that others share: the step never retires them.
+        relieve : bool
+            Whether to make room if need be.
+        """
+        count = -(-whole(length, "length") // self.page_size)
+        if count > self.state.columns:
+            raise ArgumentError(f"length: expected at most {self.state.columns * self.page_size} tokens, the width of a row, got {length}")
+        retired = shared
+        if pages is None:
+            if self.window is not None:
+                retired = max(shared, max(length // self.page_size * self.page_size - self.window, 0) // self.page_size)
+            counts = {"full": count} | ({"swa": count - retired} if self.swa is not None else {})
+            found = self.pool.alloc_joint(counts, relieve=relieve)
+            if found is None:
+                return False
+            pages = found["full"]
+        elif len(pages) != count:
+            raise ArgumentError(f"pages: expected the {count} pages of {length} tokens, got {len(pages)}")
+        state = self.state
+        state.rows[row] = 0
+        if count:
+            state.rows[row, :count] = pages
+        state.lengths[row], state.pages[row], state.retired[row] = length, count, retired
+        self.mirror.set(row, length, count, retired)
+        self._admitted.add(row)
+        self._fresh.add(row)
+        if relieve:
+            self.refill_tables()
+        return True
+
+    def seat(self, rows: Any) -> None:
+        """Say which request is in which lane, and fill the lanes' lines of the page tables: one copy and one launch. Lanes past the end are padding.
+
+        A captured step keeps working: the arrays stay where they are.
+        """
+        rows = np.asarray(rows, np.int64).reshape(-1)
+        if (
+            len(rows) > self.state.lanes
+            or len(np.unique(rows)) != len(rows)
+            or (len(rows) and not 0 <= rows.min() <= rows.max() < self.state.num_rows)
+        ):
+            raise ArgumentError(f"rows: expected at most {self.state.lanes} different rows below {self.state.num_rows}, got {rows.tolist()}")
+        # Rounds with the former seating go into the mirror before it changes.
+        self._catch_up()
+        self.rows = rows.copy()
+        seats = np.full(self.state.lanes, -1, np.int64)
+        seats[: len(rows)] = rows
+        self.state.requests[:] = to_device(seats, self.pool.like)
+        self.refill_tables()
+
+    def refill_tables(self) -> None:
+        """Write the page tables of all lanes anew: after pages have moved."""
+        metadata.decode_metadata(
+            *(self.state.rows, self._whole, self.pool.spaces(), self.page_size),
+            granularity="page",
+            lengths_out=self._scratch[0],
+            cu_lengths_out=self._scratch[1],
+            full_out=self.state.full_table,
+            swa_out=self.state.swa_table,
+            request_indices=self.state.requests,
+            valid=len(self.rows),
+            zero_tail=True,
+        )
+
+    def end(self, row: int) -> None:
+        """A request ends and gives its pages back: one launch."""
+        high, low = self.mirror.high, self.mirror.low
+        count = int(high.pages[row])
+        exact = self.mirror.exact
+        self.pool.free(
+            "full",
+            self.state.rows[row, :count],
+            live=count if exact else None,
+            follower_live=count - int(low.retired[row]) if exact and self.swa is not None else None,
+        )
+        self.mirror.set(row, 0, 0, 0)
+        self._admitted.discard(row)
+        self._fresh.discard(row)
+
+    # Rounds
+
+    def ready(self, advance: np.ndarray | None = None, *, relieve: bool = False, known: bool = True) -> bool:
+        """Stock the magazines for the next round; False where the pool has not enough for the most that it may need.
+
+        `advance` and `known` as for `step`. With ``relieve=True`` the pool makes room, after which the page tables are filled anew.
+        """
+        need = self.mirror.need(self.rows, self._known_advance(advance, known))
+        if self.full.id_count < need:
+            self.pool.refresh()
+        bands = [band for band in (self.full, self.swa) if band is not None]
+        if self.full.id_count >= need and all(self.pool.stock(band.name, need) for band in bands):
+            return True
+        if not relieve or self.pool.schedulable({band.name: need for band in bands} if need else bands[0].name) < 1:
+            return False
+        found = self.pool.alloc_joint({band.name: need for band in bands}, relieve=True)
+        if found is None:
+            return False
+        # There is room now; the pages themselves go back into the lists, where the step pops them.
+        self.pool.free("full", found["full"], live=need, follower_live=need)
+        self.refill_tables()
+        return True
+
+    def step(self, advance: np.ndarray | None = None, *, known: bool = True) -> bool:
+        """A round's memory work: one launch, of the captured graph where there is one.
+
+        Parameters
+        ----------
+        advance : int64 array, shape (seated,), optional
+            Tokens by which each seated request advances. By default 1, and 0 in a request's first round. Copied to the device where that
+            holds something else.
+        known : bool
+            False where ``state.advance`` was written on the device, by a sampler. The host then holds bounds until `arrived`.
+
+        Returns
+        -------
+        bool
+            False, with nothing launched, where the magazines might be short: see `ready`.
+        """
+        if advance is None and known and self._coming:
+            need, give = self._coming[-1]
+            if self._launch_if_stocked(need, give):
+                del self._coming[-1]
+                self._ahead += 1
+                return True
+        elif advance is None and not known and not self._coming:
+            # The most that any round pops; tighter bounds would take a look at every request.
+            if self._launch_if_stocked(len(self.rows) * -(-self.state.lookahead // self.page_size), 0):
+                self._blind += 1
+                self._advance = None
+                self._fresh.clear()
+                return True
+        return self._step(advance, known)
+
+    def _launch_if_stocked(self, need: int, give: int) -> bool:
+        """Launch a round that pops at most `need` pages, if the magazines hold them."""
+        full, swa = self.full, self.swa
+        if need and (need > full.hole_count or need > full.id_count or (swa is not None and need > swa.hole_count)):
+            return False
+        self._launch()
+        self.rounds += 1
+        if need:
+            full.stepped(-need)
+        if swa is not None and (need or give):
+            swa.stepped(give - need)
+        return True
+
+    def _step(self, advance: np.ndarray | None, known: bool) -> bool:
+        """The same with all the arithmetic."""
+        step = self._known_advance(advance, known)
+        need = self.mirror.need(self.rows, step)
+        bands = [band for band in (self.full, self.swa) if band is not None]
+        if need > min(self.full.id_count, *(band.hole_count for band in bands)) and not self.ready(advance, known=known):
+            return False
+        if step is not None:
+            self._upload(step)
+        else:
+            self._advance = None
+        self._fresh.clear()
+        popped, pushed = self.mirror.round(self.rows, step)
+        self._launch()
+        self.rounds += 1
+        self.full.stepped(-popped)
+        if self.swa is not None:
+            self.swa.stepped(pushed - popped)
+        if advance is None and known:
+            needs, gives = self._mirror.forecast(self.rows, FORECAST) or ((), ())
+            self._coming = list(zip(needs, gives, strict=True))[::-1]
+            self._upload(np.ones(len(self.rows), np.int64))
+        return True
+
+    def arrived(self, advance: np.ndarray) -> None:
+        """The accepted counts of the oldest round in wait have come, one per request that was seated then."""
+        self.mirror.arrive(np.asarray(advance, np.int64))
+
+    def capture(self, stream: Any) -> Graph:
+        """Capture the step into a graph on a stream of its own; `step` launches it from now on. Kernels must be loaded (`gpukit.warmup`)."""
+        with capture(stream, device=self.state.device) as graph:
+            self._call(stream)
+        graph.keep(self)
+        self._graph = graph
+        return graph
+
+    def check(self) -> list[str]:
+        """Compare mirror and device; empty where they agree. Waits for the device: what ``--debug-mirror`` does after every round."""
+        state = self.state
+        counts = Counts(*(to_host(array) for array in (state.lengths, state.pages, state.retired)))
+        found = self.mirror.disagreements(counts, np.array(sorted(self._admitted), np.int64))
+        served, refused, missing = to_host(state.status).tolist()
+        if served != self.rounds or refused:
+            found.append(f"rounds: expected {self.rounds} served, got {served} served and {refused} refused, {missing} pages short")
+        for band in (self.full, self.swa):
+            if band is not None:
+                head, tail = to_host(band.holes.counters).tolist()
+                if band.hole_count > tail - head or (self.mirror.exact and band.hole_count != tail - head and band.holes.device < 0):
+                    found.append(f"{band.name}: expected {band.hole_count} pages in its list, got {tail - head}")
+        return found
+
+    def _known_advance(self, advance: np.ndarray | None, known: bool) -> np.ndarray | None:
+        if not known:
+            return None
+        if advance is not None:
+            return np.asarray(advance, np.int64)
+        ones = np.ones(len(self.rows), np.int64)
+        if self._fresh:
+            ones[np.isin(self.rows, list(self._fresh))] = 0
+        return ones
+
+    def _upload(self, advance: np.ndarray) -> None:
+        padded = np.zeros(self.state.lanes, np.int64)
+        padded[: len(advance)] = advance
+        if self._advance is None or not np.array_equal(padded, self._advance):
+            self.state.advance[:] = to_device(padded, self.pool.like)
+            self._advance = padded
+
+    def _launch(self) -> None:
+        if self._graph is not None:
+            self._graph.launch()
+        else:
+            self._call()
+
+    def _call(self, stream: Any = None) -> None:
+        virtual = self.full.virtual
+        assert virtual is not None
+        swa = (None, None) if self.swa is None else ((self.swa.v2p, self.swa.p2v), self.swa.holes)
+        decode_step(
+            *(self.state, self.page_size, self.window, (self.full.v2p, self.full.p2v), swa[0], virtual, self.full.holes, swa[1]),
+            stream=stream,
+            signal=self.pool.signal,
+        )
