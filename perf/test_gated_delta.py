@@ -115,6 +115,24 @@ def test_record(device_benchmark: Callable[..., None], tokens: int, items: int, 
     device_benchmark(in_mode(mode, lambda: gated_delta.fold_record(**arguments, **next(turns))), moved=moved, nodes=layers)
 
 
+@MODES
+@pytest.mark.parametrize("items", [1, 8, 32])
+@pytest.mark.parametrize("tokens", [4, 16])
+def test_conv_record(device_benchmark: Callable[..., None], tokens: int, items: int, mode: str) -> None:
+    """One layer of a verification with the convolution in front of it in the same kernel."""
+    layers, channels = layers_of(items), (2 * KEY_HEADS + HEADS) * DIM
+    pool = StatePool.allocate(layers, items, HEADS, DIM, channels=channels, like=like())
+    log = ReplayLog.allocate(layers, items, tokens, KEY_HEADS, HEADS, DIM, channels=channels, like=like())
+    rng = np.random.default_rng(0)
+    columns, weight = bfloat16(rng, items, tokens, channels), bfloat16(rng, channels, 4)
+    inputs = {name: array for name, array in inputs_of(items, tokens).items() if name in ("g", "beta", "out")}
+    slots, turns = there(np.arange(items)), ahead(mode, layers)
+    # Columns are read and logged, and three of a history read; queries, keys and values stay on the chip.
+    moved = items * (STATE_BYTES + 6 * channels + tokens * (2 * channels + TOKEN_BYTES + LOG_BYTES)) + 8 * channels
+    call = in_mode(mode, lambda: gated_delta.conv_record(columns, weight, **inputs, pool=pool, slots=slots, log=log, **next(turns)))
+    device_benchmark(call, moved=moved, nodes=layers)
+
+
 @pytest.mark.parametrize("items", [1, 8])
 def test_snapshot(device_benchmark: Callable[..., None], items: int) -> None:
     """The older scheme: four states written a layer."""

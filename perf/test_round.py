@@ -62,6 +62,20 @@ class Round:
             gated_delta.record(**self.inputs, pool=self.pool, slots=slots, log=self.logs[0], layer=layer)
         gated_delta.fold(self.pool, self.logs[0], self.rows[turn])
 
+    def conv_record_and_fold(self, turn: int, ahead: bool = False) -> None:
+        """Convolve and verify all layers, each in one kernel, then commit them in one launch."""
+        inputs = {name: self.inputs[name] for name in ("g", "beta", "out")}
+        for layer in range(MODEL_LAYERS):
+            gated_delta.conv_record(
+                self.columns, self.weight, **inputs, pool=self.pool, slots=self.slots[turn], log=self.logs[0], layer=layer,
+                prefetch_layer=(layer + 1) % MODEL_LAYERS if ahead else None,
+            )  # fmt: skip
+        gated_delta.fold(self.pool, self.logs[0], self.rows[turn])
+
+    def conv_record_ahead_and_fold(self, turn: int) -> None:
+        """The same, while the L2 fetches the next layer."""
+        self.conv_record_and_fold(turn, ahead=True)
+
     def fold_record(self, turn: int) -> None:
         """Verify each layer while the previous round is committed."""
         previous, log = self.logs
@@ -79,13 +93,16 @@ class Round:
 
 @pytest.mark.parametrize("is_overlapping", [False, True])
 @pytest.mark.parametrize("items", [1, 8])
-@pytest.mark.parametrize("scheme", ["record_and_fold", "fold_record"])
+@pytest.mark.parametrize("scheme", ["record_and_fold", "conv_record_and_fold", "conv_record_ahead_and_fold", "fold_record"])
 def test_round(device_benchmark: Callable[..., None], benchmark: Any, scheme: str, items: int, is_overlapping: bool) -> None:
     """Three of four tokens accepted."""
     work = Round(items)
     turns = itertools.cycle(range(work.turns))
-    reads = 3 if scheme == "record_and_fold" else 2
-    moved = MODEL_LAYERS * items * (reads * STATE_BYTES + TOKENS * (TOKEN_BYTES + LOG_BYTES) + ACCEPTED * LOG_BYTES + 2 * CHANNELS * 3 * TOKENS)
+    reads = 2 if scheme == "fold_record" else 3
+    # Columns between two kernels go to memory and come back; one kernel reads them and logs them.
+    columns = 2 if scheme.startswith("conv") else 3
+    token_bytes = TOKEN_BYTES - 2 * CHANNELS if scheme.startswith("conv") else TOKEN_BYTES
+    moved = MODEL_LAYERS * items * (reads * STATE_BYTES + TOKENS * (token_bytes + LOG_BYTES) + ACCEPTED * LOG_BYTES + 2 * CHANNELS * columns * TOKENS)
 
     def play() -> None:
         with overlapping(is_overlapping):

@@ -9,13 +9,14 @@ from gpukit import arrays
 from gpukit.arrays import ITEMSIZE, contiguous_strides, describe, vector
 from gpukit.errors import ArgumentError, ArgumentTypeError
 from gpukit.kernels._plans import allocate, refuse_other_device, whole
-from gpukit.kernels._tensors import BF16
+from gpukit.kernels._tensors import BF16, tensor
 from gpukit.kernels.state_pool import DIMS, StatePool
 from gpukit.launch import IDS
 
 __all__ = [
     "batch",
     "batch_inputs",
+    "column_inputs",
     "device_of",
     "float_bits",
     "ids",
@@ -28,6 +29,8 @@ __all__ = [
 ]
 
 _FLOAT32 = ("float32",)
+# Taps of the convolution in front.
+_TAPS = 4
 
 
 def float_bits(scale: float) -> int:
@@ -61,7 +64,14 @@ def states_at(pool: StatePool, layer: int) -> int:
 
 
 def batch(
-    array: Any, name: str, dtypes: tuple[str, ...], device: int, shape: tuple[int | None, ...], expected: str, alignment: int = 1
+    array: Any,
+    name: str,
+    dtypes: tuple[str, ...],
+    device: int,
+    shape: tuple[int | None, ...],
+    expected: str,
+    alignment: int = 1,
+    inner: str = "heads",
 ) -> tuple[tuple[int, int, int], tuple[int, ...]]:
     """``(pointer, stride of sequences, stride of tokens)`` and shape of an input; None in `shape` is any size but 0."""
     pointer, dtype, got, strides, where, _ = describe(array, name)
@@ -76,7 +86,7 @@ def batch(
     # An axis of length 1 has no stride worth looking at.
     seen = tuple(p if n == 1 else s for n, s, p in zip(got, strides, plain, strict=True))
     if seen[2:] != plain[2:]:
-        raise ArgumentError(f"{name}: expected heads that are contiguous within a token, got element strides {tuple(strides)}")
+        raise ArgumentError(f"{name}: expected {inner} that are contiguous within a token, got element strides {tuple(strides)}")
     if seen[0] % alignment or seen[1] % alignment:
         raise ArgumentError(f"{name}: expected strides of multiples of {alignment} elements, got {tuple(strides)}")
     return (pointer, seen[0], seen[1]), got
@@ -103,6 +113,25 @@ def batch_inputs(q: Any, k: Any, v: Any, g: Any, beta: Any, pool: StatePool, dev
     g_part, _ = batch(g, "g", _FLOAT32, device, values[:3], f"{values[:3]}")
     beta_part, _ = batch(beta, "beta", _FLOAT32, device, values[:3], f"{values[:3]}")
     return (*q_part, *k_part, *v_part, *g_part, *beta_part), items, tokens, key_heads
+
+
+def column_inputs(x: Any, weight: Any, g: Any, beta: Any, pool: StatePool, key_heads: int, device: int) -> tuple[tuple[int, ...], int, int]:
+    """Pointers and strides of raw columns, taps and gates as the kernels take them, number of sequences and of tokens."""
+    shape = describe(x, "x")[2]
+    channels = (2 * key_heads + pool.heads) * pool.dim
+    x_part, shape = batch(x, "x", BF16, device, (*shape[:1], None, channels), f"(B, T, {channels}), as pool and log say", 8, "channels")
+    items, tokens, _ = shape
+    if x_part[0] % 16:
+        raise ArgumentError(f"x: expected an address that is a multiple of 16, got {x_part[0]:#x}")
+    weight_at, weight_shape, _, _, _ = tensor(weight, "weight", BF16, (2,), device, contiguous=2)
+    if weight_shape != (channels, _TAPS):
+        raise ArgumentError(f"weight: expected shape ({channels}, {_TAPS}), the channels of x and {_TAPS} taps, got {weight_shape}")
+    if weight_at % 16:
+        raise ArgumentError(f"weight: expected an address that is a multiple of 16, got {weight_at:#x}")
+    gates = (items, tokens, pool.heads)
+    g_part, _ = batch(g, "g", _FLOAT32, device, gates, f"{gates}")
+    beta_part, _ = batch(beta, "beta", _FLOAT32, device, gates, f"{gates}")
+    return (*x_part, weight_at, *g_part, *beta_part), items, tokens
 
 
 def output_like(out: Any, v: Any, shape: tuple[int, ...], device: int, handle: int) -> tuple[Any, int]:

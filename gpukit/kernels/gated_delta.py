@@ -9,7 +9,8 @@ A state is a matrix S [V, K] for every value head, in a `StatePool`; value head 
     o  = scale S qn                               (the new S)
 
 All arithmetic is fp32; outputs are rounded once to bfloat16. The rule is that of Yang, Kautz and Hatamizadeh, "Gated Delta Networks: Improving
-Mamba2 with Delta Rule", 2024. Gates come as they are used: what makes g and beta of projections is not here, nor is the convolution in front.
+Mamba2 with Delta Rule", 2024. Gates come as they are used: what makes g and beta of projections is not here, and the
+convolution in front only in `conv_record`.
 
 States are the same to the bit whichever op computes them: in any layout, at any place of any batch, eager and captured.
 """
@@ -18,31 +19,50 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpukit.arrays import ITEMSIZE, describe, overlap
+from gpukit.arrays import ITEMSIZE, Extent, describe, overlap, span
 from gpukit.errors import ArgumentError, ArgumentTypeError, Signal
 from gpukit.kernels._plans import refuse_other_device, signal_pointer
-from gpukit.kernels._recurrent import batch_inputs, device_of, float_bits, ids, layer_of, optional_ids, output_like, output_scale, require, states_at
+from gpukit.kernels._recurrent import (
+    batch_inputs,
+    column_inputs,
+    device_of,
+    float_bits,
+    ids,
+    layer_of,
+    optional_ids,
+    output_like,
+    output_scale,
+    require,
+    states_at,
+)
 from gpukit.kernels.reference import gated_delta as reference
 from gpukit.kernels.state_pool import ReplayLog, StatePool
 from gpukit.launch import IDS, Kernel, host, nothing, operation
 from gpukit.streams import choose
 
-__all__ = ["direct", "fold", "fold_record", "record", "snapshot"]
+__all__ = ["conv_record", "direct", "fold", "fold_record", "record", "snapshot"]
 
-_DIRECT, _SNAPSHOT, _RECORD, _RECORD_LONG, _RECORD_EXACT, _FOLD_RECORD, _FOLD_RECORD_LONG, _FOLD_RECORD_EXACT, _FOLD = (
-    Kernel("gated_delta", name, language="cuda", early=True)
-    for name in (
-        "direct", "snapshot", "record", "record_long", "record_exact", "fold_record", "fold_record_long", "fold_record_exact", "fold",
+_DIRECT, _SNAPSHOT, _RECORD_EXACT, _FOLD_RECORD_EXACT, _FOLD = (
+    Kernel("gated_delta", name, language="cuda", early=True) for name in ("direct", "snapshot", "record_exact", "fold_record_exact", "fold")
+)
+# For few tokens in few blocks, for few tokens, for many.
+_RECORDS, _FOLD_RECORDS, _CONV_RECORDS = (
+    tuple(Kernel("gated_delta", name, language="cuda", early=True) for name in names)
+    for names in (
+        ("record_wide", "record", "record_long"),
+        ("fold_record", "fold_record_long"),
+        ("conv_record_wide", "conv_record", "conv_record_long"),
     )
-)  # fmt: skip
+)
 
-# WARPS and ROWS of cuda/gated_delta.cu and its FOLD_ and RECORD_ variants, as threads of a block and rows of V that a block works on.
+# WARPS and ROWS of cuda/gated_delta.cu and its FOLD_, RECORD_ and WIDE_RECORD_ variants, as threads of a block and rows of V that a block works on.
 _THREADS, _TILE = 64, 8
 _FOLD_THREADS, _FOLD_TILE = 64, 8
 _RECORD_THREADS, _RECORD_TILE = 64, 32
+_WIDE_RECORD_THREADS, _WIDE_RECORD_TILE = 128, 32
+# Up to so many blocks, two of an H200's multiprocessor, twice the warps share each one's work.
+_FEW_BLOCKS = 264
 _SHORT, _MOST_TOKENS = 4, 16
-_RECORDS = (_RECORD, _RECORD_LONG, _RECORD_EXACT)
-_FOLD_RECORDS = (_FOLD_RECORD, _FOLD_RECORD_LONG, _FOLD_RECORD_EXACT)
 # Bits of a kernel's flags.
 _NORMALIZE, _BFLOAT16_STATES, _WIDE_SLOTS, _WIDE_VALID, _WIDE_ACCEPTED = 1, 2, 4, 8, 16
 # Channels of a thread along a history.
@@ -333,9 +353,131 @@ def record(
         return nothing(out)
     arguments = (
         *inputs, out_at, items, tokens, key_heads, pool.heads, pool.dim, states_at(pool, layer), pool.slot_stride, pool.slots,
-        slots_at, valid_at, *log_parts, ahead, float_bits(scale), _flags(normalize, pool, id_type) | _WIDE_VALID * (valid_bytes == 8), counters,
+        slots_at, valid_at, *log_parts, ahead, float_bits(scale), _record_flags(normalize, pool, key_heads, id_type, valid_bytes), counters,
     )  # fmt: skip
-    return _launch_record(_RECORDS, exact, tokens, device, handle, items * pool.heads, pool.dim, arguments, out)
+    if exact:
+        return _RECORD_EXACT.launch((), device, handle, items * pool.heads * (pool.dim // _TILE), _THREADS, arguments, out)
+    return _launch_record(_RECORDS, tokens, device, handle, items * pool.heads, pool.dim, arguments, out)
+
+
+@operation
+def conv_record(
+    x: Any,
+    weight: Any,
+    g: Any,
+    beta: Any,
+    pool: StatePool,
+    slots: Any,
+    log: ReplayLog,
+    *,
+    layer: int,
+    out: Any = None,
+    valid: Any = None,
+    scale: float | None = None,
+    normalize: bool = True,
+    prefetch_layer: int | None = None,
+    stream: Any = None,
+    signal: Signal | None = None,
+) -> Any:
+    """Convolve and verify T tokens of each sequence in one pass: `conv.conv1d_silu_record`, then `record` of what it puts out.
+
+    Parameters
+    ----------
+    x : bfloat16 or uint16 array, shape (B, T, C)
+        Raw columns, T of 1 … 16 and at most the log's width. ``C = 2 * key_heads * K + value_heads * V`` channels: those of all queries, then
+        all keys, then all values, head by head; `log` says how many key heads there are. Channels are contiguous within a token; the strides of
+        sequences and tokens are free multiples of 8 elements, and the address is a multiple of 16.
+    weight : bfloat16 or uint16 array, shape (C, 4)
+        Taps of the convolution, oldest first; contiguous, at an address that is a multiple of 16.
+    g, beta : float32 array, shape (B, T, value_heads)
+        As in `direct`.
+    pool : StatePool
+        States and histories of the convolution; those of `layer` are read, never written.
+    slots : int32 or int64 array, shape (B,)
+        Where state and history of each sequence are, as in `record`.
+    log : ReplayLog
+        Entries ``[layer, b, 0 … T - 1]`` receive the tokens of sequence b: keys and values as the convolution puts them out, gates, and the raw
+        columns.
+    layer : int
+        Layer of pool and log.
+    out : bfloat16 or uint16 array, shape (B, T, value_heads, V), optional
+        Outputs, contiguous; zeros for sequences that are padding or skipped.
+    valid : int32 or int64 array, shape (B,), optional
+        As in `record`.
+    scale, normalize
+        As in `direct`.
+    prefetch_layer : int, optional
+        Layer whose states and histories of the same slots the L2 shall fetch meanwhile: the one that the next call works on. Changes no result.
+    stream : stream, optional
+        Where to launch; the current stream of `x`'s library by default.
+    signal : Signal, optional
+        Counts ``out_of_range``, once a sequence.
+
+    Returns
+    -------
+    bfloat16 or uint16 array, shape (B, T, value_heads, V)
+        `out`, or a new array of the library and dtype of `x`.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        As `record`; pool or log have no convolution, or another number of channels; or the log overlaps `x`. Nothing is launched.
+
+    Notes
+    -----
+    One launch, no host synchronisation, safe inside a capture when `out` is given. Outputs and log equal those of the two ops to the bit. What
+    is convolved is never in memory but for the log: every block convolves what its rows need.
+
+    Examples
+    --------
+    >>> pool = StatePool.allocate(layers=1, slots=4, heads=2, dim=64, channels=256)
+    >>> log = ReplayLog.allocate(layers=1, rows=1, width=3, key_heads=1, heads=2, dim=64, channels=256)
+    >>> import ml_dtypes
+    >>> rng = np.random.default_rng(0)
+    >>> x, weight = (rng.normal(size=shape).astype(ml_dtypes.bfloat16) for shape in ((1, 3, 256), (256, 4)))
+    >>> g, beta = np.full((1, 3, 2), -0.5, np.float32), np.ones((1, 3, 2), np.float32)
+    >>> out = conv_record(x, weight, g, beta, pool, np.array([3]), log, layer=0)
+    >>> out.shape, bool((log.conv[0, 0] == x[0].view(np.uint16)).all()), bool(pool.rec.any() or pool.conv.any())
+    ((1, 3, 2, 64), True, False)
+    """
+    device = device_of(x, "x")
+    require(pool, StatePool, "pool")
+    refuse_other_device("pool", pool.device, device)
+    require(log, ReplayLog, "log")
+    inputs, items, tokens = column_inputs(x, weight, g, beta, pool, log.key_heads, device)
+    layer = layer_of(layer, pool)
+    ahead = _ahead(prefetch_layer, layer, pool)
+    history_ahead = 0 if prefetch_layer is None else (prefetch_layer - layer) * pool.conv_layer_stride
+    slots_at, _, id_type, _ = ids(slots, "slots", IDS, items, device)
+    key_heads, channels = log.key_heads, (2 * log.key_heads + pool.heads) * pool.dim
+    for name, found in (("pool", pool.channels), ("log", log.channels)):
+        if found != channels:
+            raise ArgumentError(f"{name}: expected {channels} convolution channels like x, got {found}")
+    *log_parts, width = _log(log, "log", pool, items, tokens, key_heads, layer, device, "x")
+    columns: Extent = (inputs[0], 2, (items, tokens, channels), (*inputs[1:3], 1))
+    begin, end = span(columns)
+    if log.span[0] < end and begin < log.span[1] and any(overlap(part, columns) for part in log.extents()):
+        raise ArgumentError("log: expected memory apart from x, but it overlaps it")
+    valid_at, valid_bytes = optional_ids(valid, "valid", items, device)
+    scale = output_scale(scale, pool)
+    handle = choose(stream, x) if device >= 0 else 0
+    out, out_at = output_like(out, x, (items, tokens, pool.heads, pool.dim), device, handle)
+    if device < 0:
+        return host(
+            reference.conv_record, x, weight, g, beta, pool, slots, log, layer=layer, out=out, valid=valid, scale=scale, normalize=normalize,
+            signal=signal,
+        )  # fmt: skip
+    counters = signal_pointer(signal, device) if signal is not None else 0
+    if items == 0:
+        return nothing(out)
+    histories = pool.conv_pointer + 2 * layer * pool.conv_layer_stride
+    log_columns = log.conv_pointer + 2 * layer * log.rows * log.width * channels
+    arguments = (
+        *inputs, out_at, items, tokens, key_heads, pool.heads, pool.dim, states_at(pool, layer), pool.slot_stride, pool.slots, slots_at, valid_at,
+        histories, pool.conv_slot_stride, *log_parts, log_columns, width, ahead, history_ahead, float_bits(scale),
+        _record_flags(normalize, pool, key_heads, id_type, valid_bytes), counters,
+    )  # fmt: skip
+    return _launch_record(_CONV_RECORDS, tokens, device, handle, items * pool.heads, pool.dim, arguments, out)
 
 
 @operation
@@ -432,12 +574,14 @@ def fold_record(
     counters = signal_pointer(signal, device) if signal is not None else 0
     if items == 0:
         return nothing(out)
-    flags = _flags(normalize, pool, id_type) | _WIDE_VALID * (valid_bytes == 8) | _WIDE_ACCEPTED * (accepted_type == "int64")
+    flags = _record_flags(normalize, pool, key_heads, id_type, valid_bytes) | _WIDE_ACCEPTED * (accepted_type == "int64")
     arguments = (
         *inputs, out_at, items, tokens, key_heads, pool.heads, pool.dim, states_at(pool, layer), pool.slot_stride, pool.slots,
         slots_at, valid_at, *log_parts, *previous_parts, accepted_at, ahead, float_bits(scale), flags, counters,
     )  # fmt: skip
-    return _launch_record(_FOLD_RECORDS, exact, tokens, device, handle, items * pool.heads, pool.dim, arguments, out)
+    if exact:
+        return _FOLD_RECORD_EXACT.launch((), device, handle, items * pool.heads * (pool.dim // _TILE), _THREADS, arguments, out)
+    return _launch_record(_FOLD_RECORDS, tokens, device, handle, items * pool.heads, pool.dim, arguments, out)
 
 
 @operation
@@ -524,23 +668,23 @@ def _ahead(prefetch_layer: int | None, layer: int, pool: StatePool) -> int:
     return 0 if prefetch_layer is None else (layer_of(prefetch_layer, pool, "prefetch_layer") - layer) * pool.layer_stride
 
 
+def _record_flags(normalize: bool, pool: StatePool, key_heads: int, slots: str, valid_bytes: int) -> int:
+    """Flags of a verification; above them the inverse of the value heads a key head has, in units of 2^-30, rounded up."""
+    inverse = -(-(2**30) * key_heads // pool.heads)
+    return _flags(normalize, pool, slots) | _WIDE_VALID * (valid_bytes == 8) | inverse << 32
+
+
 def _launch_record(
-    kernels: tuple[Kernel, Kernel, Kernel],
-    exact: bool,
-    tokens: int,
-    device: int,
-    handle: int,
-    heads: int,
-    dim: int,
-    arguments: tuple[int, ...],
-    out: Any,
+    kernels: tuple[Kernel, ...], tokens: int, device: int, handle: int, heads: int, dim: int, arguments: tuple[int, ...], out: Any
 ) -> Any:
-    """Verification of so many heads, of all sequences, by the kernel for few tokens, for many, or the exact one."""
-    short, long, token_by_token = kernels
-    if exact:
-        return token_by_token.launch((), device, handle, heads * (dim // _TILE), _THREADS, arguments, out)
-    kernel = short if tokens <= _SHORT else long
-    return kernel.launch((), device, handle, heads * (dim // _RECORD_TILE), _RECORD_THREADS, arguments, out)
+    """Verification of so many heads, of all sequences, by the kernel for few tokens in few blocks, if there is one, for few tokens, or for many."""
+    *wide, short, long = kernels
+    blocks = heads * (dim // _RECORD_TILE)
+    if tokens > _SHORT:
+        return long.launch((), device, handle, blocks, _RECORD_THREADS, arguments, out)
+    if wide and blocks <= _FEW_BLOCKS:
+        return wide[0].launch((), device, handle, blocks, _WIDE_RECORD_THREADS, arguments, out)
+    return short.launch((), device, handle, blocks, _RECORD_THREADS, arguments, out)
 
 
 def _snapshot_slots(array: Any, dtype: str, expected: tuple[int, int], device: int) -> int:
@@ -553,8 +697,10 @@ def _snapshot_slots(array: Any, dtype: str, expected: tuple[int, int], device: i
     return pointer
 
 
-def _log(log: ReplayLog, name: str, pool: StatePool, items: int, tokens: int, key_heads: int, layer: int, device: int) -> tuple[int, int, int, int]:
-    """Addresses of a layer's keys, values and gates in a log, and its width."""
+def _log(
+    log: ReplayLog, name: str, pool: StatePool, items: int, tokens: int, key_heads: int, layer: int, device: int, whose: str = "q"
+) -> tuple[int, int, int, int]:
+    """Addresses of a layer's keys, values and gates in a log, and its width. The tokens are those of the argument `whose`."""
     require(log, ReplayLog, name)
     refuse_other_device(name, log.device, device)
     if (log.key_heads, log.heads, log.dim) != (key_heads, pool.heads, pool.dim):
@@ -563,7 +709,7 @@ def _log(log: ReplayLog, name: str, pool: StatePool, items: int, tokens: int, ke
     if log.layers != pool.layers or log.rows < items:
         raise ArgumentError(f"{name}: expected {pool.layers} layers and at least {items} rows, got {log.layers} and {log.rows}")
     if tokens > min(log.width, _MOST_TOKENS):
-        raise ArgumentError(f"q: expected at most {min(log.width, _MOST_TOKENS)} tokens, of {name}'s width and 16, got {tokens}")
+        raise ArgumentError(f"{whose}: expected at most {min(log.width, _MOST_TOKENS)} tokens, of {name}'s width and 16, got {tokens}")
     _refuse_overlap(log, name, pool, "pool")
     entries = layer * log.rows * log.width
     values = entries * log.heads

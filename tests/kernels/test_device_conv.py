@@ -75,7 +75,8 @@ def test_numpy_arrays_run_the_reference() -> None:
 
 
 def test_the_constants_of_the_plan_are_those_of_the_kernel() -> None:
-    constants = {name: int(value) for name, value in re.findall(r"constexpr int (\w+) = (\d+);", source_path("conv").read_text())}
+    sources = (source_path("conv"), source_path("conv").with_suffix(".cuh"))
+    constants = {name: int(value) for source in sources for name, value in re.findall(r"constexpr int (\w+) = (\d+);", source.read_text())}
     assert (constants["THREADS"], constants["TAPS"]) == (conv._THREADS, conv._TAPS)
 
 

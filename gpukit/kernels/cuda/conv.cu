@@ -2,55 +2,13 @@
 // row through all its tokens; the window lives in registers, and a batch of tokens is loaded before the first is needed.
 
 #include "bf16.cuh"
+#include "conv.cuh"
 #include "gpukit.cuh"
 
 // Few channels a thread and small blocks: a single row of 8,192 channels is on 32 multiprocessors.
 constexpr int THREADS = 128;
-constexpr int TAPS = 4;
 // Tokens loaded at once: a verification of three drafts waits for memory once.
 constexpr int AHEAD = 4;
-
-// Two channels in a word, or one in a half word, and their taps as one access.
-template <typename Word>
-struct Channels;
-
-template <>
-struct Channels<Bytes4> {
-    using Taps = Bytes16;
-    float low, high;
-
-    __device__ __forceinline__ explicit Channels(Bytes4 word) : low(low_of_pair(word)), high(high_of_pair(word)) {}
-
-    __device__ __forceinline__ static Bytes4 output(const Taps& taps, Channels a, Channels b, Channels c, Channels d)
-    {
-        float low = a.low * low_of_pair(taps.x);
-        low = fmaf(b.low, high_of_pair(taps.x), low);
-        low = fmaf(c.low, low_of_pair(taps.y), low);
-        low = fmaf(d.low, high_of_pair(taps.y), low);
-        float high = a.high * low_of_pair(taps.z);
-        high = fmaf(b.high, high_of_pair(taps.z), high);
-        high = fmaf(c.high, low_of_pair(taps.w), high);
-        high = fmaf(d.high, high_of_pair(taps.w), high);
-        return floats_to_pair(silu(low), silu(high));
-    }
-};
-
-template <>
-struct Channels<Bytes2> {
-    using Taps = Bytes8;
-    float value;
-
-    __device__ __forceinline__ explicit Channels(Bytes2 word) : value(bf16_to_float(word)) {}
-
-    __device__ __forceinline__ static Bytes2 output(const Taps& taps, Channels a, Channels b, Channels c, Channels d)
-    {
-        float sum = a.value * low_of_pair(taps.x);
-        sum = fmaf(b.value, high_of_pair(taps.x), sum);
-        sum = fmaf(c.value, low_of_pair(taps.y), sum);
-        sum = fmaf(d.value, high_of_pair(taps.y), sum);
-        return float_to_bf16(silu(sum));
-    }
-};
 
 // One row of a call; strides in words.
 template <typename Word>

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gpukit.errors import Signal
+from gpukit.kernels.reference import conv
 from gpukit.kernels.reference._bf16 import as_float, rounded
 from gpukit.kernels.reference._ids import Array, add, as_ids
 
@@ -168,6 +169,31 @@ def record(
     add(signal, "out_of_range", sources >= pool.slots)
     usable = (sources >= 0) & (sources < pool.slots)
     return _verify(q, k, v, g, beta, pool.rec[layer], sources, usable, log, layer, out, valid, scale, normalize)
+
+
+def conv_record(
+    x: Array,
+    weight: Array,
+    g: Array,
+    beta: Array,
+    pool: StatePool,
+    slots: Array,
+    log: ReplayLog,
+    *,
+    layer: int,
+    out: Array,
+    valid: Array | None,
+    scale: float,
+    normalize: bool,
+    signal: Signal | None = None,
+) -> Array:
+    """The convolution into an array of its own, then `record`."""
+    items, tokens, channels = x.shape
+    counts = np.full(items, tokens) if valid is None else np.clip(as_ids(valid), 0, tokens)
+    convolved = np.zeros((items, tokens, channels // log.dim, log.dim), np.uint16)
+    conv.conv1d_silu_record(x, weight, pool.conv[layer], slots, log.conv[layer, :items], convolved.reshape(x.shape), counts)
+    q, k, v = np.split(convolved, (log.key_heads, 2 * log.key_heads), axis=2)
+    return record(q, k, v, g, beta, pool, slots, log, layer=layer, out=out, valid=counts, scale=scale, normalize=normalize, signal=signal)
 
 
 def fold_record(
