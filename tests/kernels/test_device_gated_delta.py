@@ -113,7 +113,7 @@ def test_an_empty_batch_gives_an_empty_array() -> None:
 
 
 def test_the_constants_of_the_plans_are_those_of_the_kernels() -> None:
-    source = source_path("gated_delta").read_text()
+    source = source_path("gated_delta").with_suffix(".cuh").read_text()
     constants = {name: int(value) for name, value in re.findall(r"constexpr int (\w+) = (\d+);", source)}
     groups = {kind: 32 // constants["RECORD_LANES" if "RECORD" in kind else "LANES"] for kind in ("", "FOLD_", "RECORD_", "WIDE_RECORD_")}
     for kind, rows in groups.items():

@@ -1,7 +1,7 @@
 // Device code of `prefill` token by token: `direct` over sequences of many lengths, with the same `advance`, so that states are the same to
 // the bit.
 
-#include "gated_delta.cu"
+#include "gated_delta.cuh"
 #include "packed.cuh"
 
 // Tokens whose outputs a block clears, where no sequence has them.
