@@ -94,10 +94,10 @@ def test_no_sequences_and_no_tokens() -> None:
 
 
 def test_the_constants_of_the_plans_are_those_of_the_kernels() -> None:
-    def constants(subject: str) -> dict[str, str]:
-        return dict(re.findall(r"constexpr int (\w+) = ([^;]+);", source_path(subject).read_text()))
+    def constants(name: str) -> dict[str, str]:
+        return dict(re.findall(r"constexpr int (\w+) = ([^;]+);", source_path("gated_delta").with_name(name).read_text()))
 
-    chunked, sequential, direct = (constants(name) for name in ("gated_delta_prefill", "gated_delta_prefill_sequential", "gated_delta"))
+    chunked, sequential, direct = (constants(f"gated_delta{name}") for name in ("_prefill.cu", "_prefill_sequential.cu", ".cuh"))
     own = gated_delta_prefill
     assert [int(chunked[name]) for name in ("CHUNK", "THREADS", "TILE", "RECORD")] == [own._CHUNK, own._THREADS, own._TILE, own._RECORD]
     assert int(sequential["CLEARED"]) == own._CLEARED and 32 * int(direct["WARPS"]) == own._SEQUENTIAL_THREADS
