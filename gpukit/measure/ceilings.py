@@ -115,6 +115,13 @@ def _twice(run: Callable[[], float], unit: str, tolerance: float, how: str) -> C
     return Ceiling((first + second) / 2, unit, (first, second), tolerance, how)
 
 
+def _twice_best(run: Callable[[], float], how: str) -> Ceiling:
+    """Two host costs, each the best of several tries that take turns: what slows a host down for a while meets both."""
+    samples = [run() for _ in range(2 * _HOST_TRIES)]
+    first, second = min(samples[::2]), min(samples[1::2])
+    return Ceiling((first + second) / 2, "us", (first, second), 0.05, how)
+
+
 def _bandwidth(device: int, moved: int, nodes: int, call: Callable[[int], None]) -> Callable[[], float]:
     def run() -> float:
         with timing.own_stream(device) as stream:
@@ -125,7 +132,7 @@ def _bandwidth(device: int, moved: int, nodes: int, call: Callable[[int], None])
     return run
 
 
-def _c_launch() -> float | None:
+def _c_launch() -> Ceiling | None:
     """Host cost of a launch from C, where nvcc is there; None otherwise."""
     compiler = shutil.which("nvcc")
     if compiler is None:
@@ -136,21 +143,19 @@ def _c_launch() -> float | None:
         built = subprocess.run([compiler, "-O2", "-arch=native", "-o", str(program), str(source)], capture_output=True)
         if built.returncode:
             return None
-        ran = [subprocess.run([str(program)], capture_output=True, text=True) for _ in range(_HOST_TRIES)]
-        return min(float(one.stdout) for one in ran) if all(one.returncode == 0 for one in ran) else None
 
+        def run() -> float:
+            return float(subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout)
 
-def _c_ceiling() -> Ceiling | None:
-    runs = _c_launch(), _c_launch()
-    if runs[0] is None or runs[1] is None:
-        return None
-    return Ceiling((runs[0] + runs[1]) / 2, "us", (runs[0], runs[1]), 0.05, "kernel<<<>>> from C, five arguments")
+        try:
+            return _twice_best(run, "kernel<<<>>> from C, five arguments")
+        except subprocess.CalledProcessError:
+            return None
 
 
 def _prepacked_launch(device: int) -> float:
     with timing.own_stream(device) as stream:
-        launch = calibration.prepare_empty(stream, device)
-        return min(timing.host_time(launch, device=device, rounds=21).median for _ in range(_HOST_TRIES))
+        return timing.host_time(calibration.prepare_empty(stream, device), device=device, rounds=21).median
 
 
 def measure(device: int = 0) -> Ceilings:
@@ -175,8 +180,8 @@ def measure(device: int = 0) -> Ceilings:
             dram_read=_twice(read, "GB/s", 0.005, f"read kernel over {size >> 20} MiB"),
             l2_read=_twice(cached, "GB/s", 0.005, f"read kernel over {l2_bytes >> 20} MiB, 200 passes, past the L1"),
             graph_node=_twice(lambda: timing.empty_node_time(device).median, "us", 0.05, "empty kernel in a graph of 256"),
-            host_launch=_twice(lambda: _prepacked_launch(device), "us", 0.05, "cuLaunchKernel from Python, arguments packed beforehand"),
-            c_launch=_c_ceiling(),
+            host_launch=_twice_best(lambda: _prepacked_launch(device), "cuLaunchKernel from Python, arguments packed beforehand"),
+            c_launch=_c_launch(),
         )
     finally:
         with devices.current(device):
