@@ -348,7 +348,8 @@ class Reservation:
         Notes
         -----
         It costs two changes of the limit, so it pays for phases longer than `break_even_us`, not counting that lines evicted meanwhile must be
-        fetched again. Blocks nest, also from several threads; the outermost counts.
+        fetched again: on an H200 8.7 µs in a loop that waits for the device around the phase, so phases from 1.24 ms on at a tax of 0.7 %, and
+        from 0.09 ms at 10 %. Blocks nest, also from several threads; the outermost counts.
 
         Raises
         ------
