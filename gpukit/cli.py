@@ -49,11 +49,15 @@ def decode(
     page_size: Annotated[int, typer.Option(help="Tokens per page.")] = 64,
     window: Annotated[int, typer.Option(help="Sliding-attention window, in tokens.")] = 512,
     batch: Annotated[int, typer.Option(help="Most requests that run at once.")] = 128,
-    pages: Annotated[int, typer.Option(help="Pages of the FULL pool.")] = 2048,
+    memory: Annotated[str, typer.Option(help="unified: one buffer, a launch a round. split: two pools, single ops.")] = "unified",
+    pages: Annotated[int, typer.Option(help="Pages of the FULL pool; unified memory has the bytes of both pools.")] = 2048,
     swa_pages: Annotated[int, typer.Option(help="Pages of the SWA pool.")] = 1024,
+    full_layers: Annotated[int, typer.Option(help="Layers with full attention.")] = 10,
+    swa_layers: Annotated[int, typer.Option(help="Layers with sliding-window attention.")] = 50,
     rounds: Annotated[int | None, typer.Option(help="Stop after this many rounds.")] = None,
     backend: Annotated[str, typer.Option(help="auto, numpy or gpu. auto is the GPU where there is one.")] = "auto",
     check: Annotated[str, typer.Option(help="Check every table every N rounds, and cheaper things every round; or off.")] = "16",
+    debug_mirror: Annotated[bool, typer.Option("--debug-mirror", help="Compare the host's mirror with the device every round.")] = False,
     json: Annotated[str | None, typer.Option(help="Write the report as JSON to this file; - is standard output.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw pages in use, free and retired over time into this file.")] = None,
     model: Annotated[str, typer.Option(help="tiny, qwen3.6-35b-a3b, qwen3.8-27b or none: recurrent layers to decode after the replay.")] = "tiny",
@@ -65,7 +69,7 @@ def decode(
     commit: Annotated[str, typer.Option(help="fold accepted tokens after a round, or fold_record: during the next.")] = "fold",
     residency: Annotated[str, typer.Option(help="L2 plan of the model's rounds on a GPU: off, auto (measured), or a file of gpukit tune.")] = "off",
 ) -> None:
-    """Replay a request trace through decode rounds with FULL and SWA page pools, checking every step; then decode with a model's recurrent layers,
+    """Replay a request trace through decode rounds with FULL and SWA pages, checking every step; then decode with a model's recurrent layers,
     plainly and speculatively, and compare."""
     from gpukit.decode import DecodeOptions, ModelOptions, ModelRun, Replay
 
@@ -77,11 +81,15 @@ def decode(
             page_size=page_size,
             window=window,
             batch=batch,
+            memory=memory,
             pages=pages,
             swa_pages=swa_pages,
+            full_layers=full_layers,
+            swa_layers=swa_layers,
             rounds=rounds,
             backend=backend,
             check_every=_check_every(check),
+            debug_mirror=debug_mirror,
         )
         _require_writable("json", None if json in (None, "-") else Path(str(json)))
         _require_writable("plot", plot)

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from gpukit import cli
 from gpukit.decode import replay as replay_module
-from gpukit.decode.lane import Lane
 from gpukit.decode.scheduler import Batch
+from gpukit.decode.unified import UnifiedLane
 
 runner = CliRunner()
 SMALL = ["decode", "--backend", "numpy", "--requests", "12", "--batch", "4", "--pages", "300", "--swa-pages", "60"]
@@ -30,17 +30,24 @@ def trace(tmp_path: Path) -> str:
 def plant(monkeypatch: pytest.MonkeyPatch, number: int, fault: object) -> None:
     """Let something happen at the end of one round."""
 
-    def stage(batch: Batch, lane: Lane) -> None:
+    def stage(batch: Batch, lane: UnifiedLane) -> None:
         if batch.number == number:
             fault(lane)  # type: ignore[operator]
 
-    monkeypatch.setattr(replay_module, "STAGES", [*replay_module.STAGES, stage])
+    monkeypatch.setitem(replay_module.STAGES, "unified", [*replay_module.STAGES["unified"], stage])
 
 
 def test_a_drawn_trace_runs_clean():
     result = runner.invoke(cli.app, SMALL)
     assert result.exit_code == 0, result.output
     assert "12 of 12" in result.stdout and "no violations" in result.stdout and result.stderr == ""
+    assert "DecodeMemory.step" in result.stdout and "split into 300 + 60 pages" in result.stdout
+
+
+def test_split_memory_runs_clean():
+    result = runner.invoke(cli.app, [*SMALL, "--memory", "split"])
+    assert result.exit_code == 0, result.output
+    assert "12 of 12" in result.stdout and "no violations" in result.stdout and "metadata.decode_metadata" in result.stdout
 
 
 def test_a_trace_file_runs_clean(trace):
@@ -52,10 +59,13 @@ def test_a_trace_file_runs_clean(trace):
 def test_every_option_reaches_the_run(trace, tmp_path):
     path = tmp_path / "report.json"
     numbers = {"requests": 2, "seed": 3, "page_size": 16, "window": 32, "batch": 5, "pages": 70, "swa_pages": 9, "rounds": 4}
+    numbers |= {"full_layers": 3, "swa_layers": 7}
     arguments = [word for name, value in numbers.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    result = runner.invoke(cli.app, ["decode", *arguments, "--trace", trace, "--backend", "numpy", "--check", "7", "--json", str(path)])
+    words = ["--trace", trace, "--backend", "numpy", "--check", "7", "--memory", "unified", "--debug-mirror", "--json", str(path)]
+    result = runner.invoke(cli.app, ["decode", *arguments, *words])
     assert result.exit_code == 0, result.output
-    assert json.loads(path.read_text())["options"] == {**numbers, "trace": trace, "backend": "numpy", "check_every": 7}
+    given = {"trace": trace, "backend": "numpy", "check_every": 7, "memory": "unified", "debug_mirror": True}
+    assert json.loads(path.read_text())["options"] == numbers | given
 
 
 def test_the_defaults_are_those_of_the_options(monkeypatch):
@@ -89,7 +99,7 @@ def test_json_and_picture_go_to_files(tmp_path):
 
 
 def test_a_violation_is_named_and_fails(monkeypatch, tmp_path):
-    plant(monkeypatch, 3, lambda lane: lane.full_locations.__setitem__(0, 5))
+    plant(monkeypatch, 3, lambda lane: lane.memory.state.locations.__setitem__((0, 0), 5))
     result = runner.invoke(cli.app, [*SMALL, "--json", str(tmp_path / "report.json")])
     assert result.exit_code == 1
     assert "violation: translation after round 3: full locations[0]: expected" in " ".join(result.stdout.split())
@@ -98,7 +108,7 @@ def test_a_violation_is_named_and_fails(monkeypatch, tmp_path):
 
 
 def test_an_interrupt_leaves_a_partial_report(monkeypatch, tmp_path):
-    def interrupt(lane: Lane) -> None:
+    def interrupt(lane: UnifiedLane) -> None:
         raise KeyboardInterrupt
 
     plant(monkeypatch, 5, interrupt)
@@ -124,6 +134,8 @@ def test_checks_can_be_turned_off():
     [
         (["--page-size", "0"], "page_size: expected a number from 1 to"),
         (["--pages", "x"], "Invalid value for '--pages'"),
+        (["--memory", "shared"], "memory: expected one of unified, split, got 'shared'"),
+        (["--memory", "split", "--debug-mirror"], "debug_mirror: expected unified memory"),
         (["--backend", "cuda"], "backend: expected one of auto, numpy, gpu, got 'cuda'"),
         (["--check", "0"], "check: expected a number of rounds from 1 or off, got '0'"),
         (["--check", "never"], "check: expected a number of rounds from 1 or off, got 'never'"),
@@ -149,7 +161,7 @@ def test_too_little_memory_is_a_bad_argument(monkeypatch):
     def refuse(*_: object) -> None:
         raise MemoryError("Unable to allocate 9 TiB")
 
-    monkeypatch.setattr(replay_module, "Lane", refuse)
+    monkeypatch.setitem(replay_module.LANES, "unified", refuse)
     result = runner.invoke(cli.app, SMALL)
     assert result.exit_code == 2 and "expected sizes that fit into memory, got Unable to allocate 9 TiB" in result.stderr
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -44,6 +45,12 @@ class Backend(Protocol):
     def synchronize(self) -> None:
         """Wait for all work of the device."""
 
+    def stream(self) -> Any:
+        """A new stream that can be captured, None where there are none."""
+
+    def using(self, stream: Any) -> AbstractContextManager[Any]:
+        """Make a stream the current one while the block runs; None leaves it as it is."""
+
     def mark(self) -> Any:
         """Note a point in time on the current stream, None where there is no device clock."""
 
@@ -74,6 +81,12 @@ class NumpyBackend:
 
     def synchronize(self) -> None:
         pass
+
+    def stream(self) -> Any:
+        return None
+
+    def using(self, stream: Any) -> AbstractContextManager[Any]:
+        return nullcontext()
 
     def mark(self) -> Any:
         return None
@@ -112,6 +125,14 @@ class CupyBackend:
 
     def synchronize(self) -> None:
         self.cupy.cuda.get_current_stream().synchronize()
+
+    def stream(self) -> Any:
+        return self.cupy.cuda.Stream(non_blocking=True)
+
+    def using(self, stream: Any) -> AbstractContextManager[Any]:
+        # A stream object must not be entered twice, so every block gets one of its own.
+        context: AbstractContextManager[Any] = nullcontext() if stream is None else self.cupy.cuda.ExternalStream(stream.ptr)
+        return context
 
     def mark(self) -> Any:
         event = self.cupy.cuda.Event()

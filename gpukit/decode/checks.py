@@ -1,4 +1,4 @@
-"""The checks of a replay: what a lane's arrays hold against the model, against themselves, and against another backend.
+"""The checks of split memory: what a lane's arrays hold against the model, against themselves, and against another backend.
 
 `check_round` looks at what one round wrote and is cheap enough for every round; `check_tables` looks at everything and is not.
 Each returns the violations it found; none changes anything. They read arrays back, so they wait for the device.
@@ -7,15 +7,16 @@ Each returns the violations it found; none changes anything. They read arrays ba
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from gpukit.decode.backend import Backend
 from gpukit.decode.lane import Lane, PoolTables
 from gpukit.decode.model import DictionaryModel, Expected
 from gpukit.decode.scheduler import Batch, Running
 
-__all__ = ["Violation", "check_metadata", "check_round", "check_tables", "compare_lanes"]
+__all__ = ["Findings", "SplitChecks", "Violation", "check_metadata", "check_owners", "check_round", "check_tables", "compare_lanes"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Violation:
         The round after which it was seen.
     name : str
         What kind: ``location``, ``translation``, ``metadata``, ``request_row``, ``inverse_tables``, ``binding``, ``lost_page``,
-        ``double_owner``, ``skipped_value`` or ``backend_mismatch``.
+        ``double_owner``, ``skipped_value`` or ``backend_mismatch``; of unified memory also ``pool`` and ``mirror``, what its own checks found.
     message : str
         Where, what was expected and what came.
     """
@@ -38,7 +39,7 @@ class Violation:
     message: str
 
 
-class _Findings:
+class Findings:
     """Collects the violations of one round."""
 
     def __init__(self, number: int):
@@ -61,9 +62,32 @@ class _Findings:
             self.add(name, f"{what}[{where}]: expected {expected[place]}, got {got[place]} ({np.count_nonzero(wrong)} differ)")
 
 
+class SplitChecks:
+    """The model beside a lane, and what it says of each round."""
+
+    def __init__(self, lane: Lane):
+        self.lane = lane
+        free = {kind: pages.tolist() for kind, pages in lane.free_pages().items()}
+        self.model = DictionaryModel(lane.options.page_size, lane.options.window, free)
+
+    def round(self, batch: Batch) -> tuple[list[Violation], int]:
+        """What is wrong after a round, page tables only where `tables` follows; and how many locations were compared."""
+        expected = self.model.play(batch)
+        whole = (batch.number + 1) % self.lane.options.check_every == 0
+        violations = check_metadata(batch, self.lane, self.model) if whole else []
+        self.model.close(batch)
+        violations += check_round(batch, self.lane, self.model, expected)
+        prompt_tokens = 0 if expected.prompts is None else len(expected.prompts.tokens)
+        return violations, 3 * (len(expected.locations) + prompt_tokens)
+
+    def tables(self, number: int, running: list[Running]) -> list[Violation]:
+        """What is wrong anywhere, between two rounds."""
+        return check_tables(number, running, self.lane, self.model)
+
+
 def check_round(batch: Batch, lane: Lane, model: DictionaryModel, expected: Expected) -> list[Violation]:
     """Locations, translations, lengths and page counts of the round just played. Call after the model has closed the round."""
-    findings, to_host, count = _Findings(batch.number), lane.backend.to_host, len(batch.running)
+    findings, to_host, count = Findings(batch.number), lane.backend.to_host, len(batch.running)
     idle = [0] * (lane.options.batch - count)
     findings.equal("location", "locations", expected.locations, to_host(lane.locations)[:count])
     findings.equal("translation", "full locations", expected.full_locations + idle, to_host(lane.full_locations))
@@ -87,7 +111,7 @@ def check_round(batch: Batch, lane: Lane, model: DictionaryModel, expected: Expe
 
 def check_metadata(batch: Batch, lane: Lane, model: DictionaryModel) -> list[Violation]:
     """Both pools' page tables of the round just played. Call before the model closes the round."""
-    findings, to_host = _Findings(batch.number), lane.backend.to_host
+    findings, to_host = Findings(batch.number), lane.backend.to_host
     full, swa = model.page_tables(batch, lane.full_pages.shape)
     findings.equal("metadata", "full page table", full, to_host(lane.full_pages))
     findings.equal("metadata", "swa page table", swa, to_host(lane.swa_pages))
@@ -96,14 +120,15 @@ def check_metadata(batch: Batch, lane: Lane, model: DictionaryModel) -> list[Vio
 
 def check_tables(number: int, running: list[Running], lane: Lane, model: DictionaryModel) -> list[Violation]:
     """Every table, list and row between two rounds, and whether any op had to skip a value."""
-    findings, to_host = _Findings(number), lane.backend.to_host
+    findings, to_host = Findings(number), lane.backend.to_host
     for name, tables, bound in (("full", lane.full, model.full), ("swa", lane.swa, model.swa)):
         v2p, p2v = to_host(tables.v2p), to_host(tables.p2v)
         _check_inverse(findings, name, v2p, p2v)
         findings.equal("binding", f"{name}.v2p", _table(bound, len(v2p)), v2p)
         findings.equal("binding", f"{name}.p2v", _table({page: virtual for virtual, page in bound.items()}, len(p2v)), p2v)
+    free = lane.free_pages()
     for kind, in_use in _pages_in_use(lane).items():
-        _check_owners(findings, kind, lane.supplies[kind].contents(), in_use, len(lane.supplies[kind].ring.ring))
+        check_owners(findings, kind, free[kind], in_use, len(lane.supplies[kind].ring.ring))
     rows = to_host(lane.rows)
     for request in running:
         findings.equal("request_row", f"row {request.row}", model.row(request), rows[request.row, : request.length])
@@ -112,26 +137,36 @@ def check_tables(number: int, running: list[Running], lane: Lane, model: Diction
     return findings.violations
 
 
-def compare_lanes(number: int, lane: Lane, other: Lane) -> list[Violation]:
+class Compared(Protocol):
+    """What two lanes are compared by."""
+
+    backend: Backend
+
+    def tables(self) -> dict[str, Any]: ...
+    def free_pages(self) -> dict[str, np.ndarray]: ...
+
+
+def compare_lanes(number: int, lane: Compared, other: Compared) -> list[Violation]:
     """Every table, buffer and free list of two backends that played the same rounds."""
-    findings = _Findings(number)
+    findings = Findings(number)
     names = f"{lane.backend.name} against {other.backend.name}"
     theirs = other.tables()
     for name, array in lane.tables().items():
         findings.equal("backend_mismatch", f"{names}: {name}", other.backend.to_host(theirs[name]), lane.backend.to_host(array))
-    for kind, supply in lane.supplies.items():
-        findings.equal("backend_mismatch", f"{names}: free {kind} pages", other.supplies[kind].contents(), supply.contents())
+    others = other.free_pages()
+    for kind, pages in lane.free_pages().items():
+        findings.equal("backend_mismatch", f"{names}: free {kind} pages", others[kind], pages)
     return findings.violations
 
 
-def _check_written_pages(findings: _Findings, name: str, tables: PoolTables, lane: Lane, locations: np.ndarray) -> None:
+def _check_written_pages(findings: Findings, name: str, tables: PoolTables, lane: Lane, locations: np.ndarray) -> None:
     """The pages that the round wrote to lead to each other in both tables."""
     virtual, physical = locations // lane.options.page_size
     findings.equal("inverse_tables", f"{name}.v2p of the round's pages", physical, lane.backend.to_host(tables.v2p)[virtual])
     findings.equal("inverse_tables", f"{name}.p2v of the round's pages", virtual, lane.backend.to_host(tables.p2v)[physical])
 
 
-def _check_counts(findings: _Findings, lane: Lane, model: DictionaryModel) -> None:
+def _check_counts(findings: Findings, lane: Lane, model: DictionaryModel) -> None:
     """Free and live pages of each kind make up the total."""
     live = {"virtual": len(model.full), "full": len(model.full), "swa": len(model.swa)}
     for kind, supply in lane.supplies.items():
@@ -142,7 +177,7 @@ def _check_counts(findings: _Findings, lane: Lane, model: DictionaryModel) -> No
             findings.add(name, f"{kind} pages: expected {total} in all, got {free} free and {live[kind]} live")
 
 
-def _check_inverse(findings: _Findings, name: str, v2p: np.ndarray, p2v: np.ndarray) -> None:
+def _check_inverse(findings: Findings, name: str, v2p: np.ndarray, p2v: np.ndarray) -> None:
     """Each table leads back through the other, row 0 is the sink and the last row the sentinel."""
     for label, table, back in ((f"{name}.v2p", v2p, p2v), (f"{name}.p2v", p2v, v2p)):
         findings.equal("inverse_tables", f"{label}, sink and sentinel", [0, -1], table[[0, -1]])
@@ -174,7 +209,7 @@ def _pages_in_use(lane: Lane) -> dict[str, np.ndarray]:
     return {"virtual": bound(full.v2p), "full": bound(full.p2v), "swa": bound(lane.swa.p2v)}
 
 
-def _check_owners(findings: _Findings, kind: str, free: np.ndarray, in_use: np.ndarray, total: int) -> None:
+def check_owners(findings: Findings, kind: str, free: np.ndarray, in_use: np.ndarray, total: int) -> None:
     """Each page 1 … total is free once or in use once, and nothing else is anywhere."""
     pages = np.concatenate([free, in_use])
     foreign = pages[(pages < 1) | (pages > total)]

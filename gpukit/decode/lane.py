@@ -1,10 +1,11 @@
-"""The arrays of a replay on one backend: both pools' tables, the free pages of each kind, the request rows, a round's buffers.
+"""The arrays of split memory on one backend: both pools' tables, the free pages of each kind, the request rows, a round's buffers.
 
 A lane owns arrays and nothing else: what happens to them in a round is written in `round`, what should have happened in `model`.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,6 +137,19 @@ class Lane:
         self.cu_lengths = backend.zeros(capacity + 1, np.int32)
         self.full_pages = backend.zeros((capacity, max_pages), np.int32)
         self.swa_pages = backend.zeros((capacity, max_pages), np.int32)
+
+    def current(self) -> AbstractContextManager[Any]:
+        """The lane uses the current stream, whatever it is."""
+        return self.backend.using(None)
+
+    @property
+    def waits(self) -> int:
+        """How often a free list had to wait for the device's read-back."""
+        return sum(supply.waits for supply in self.supplies.values())
+
+    def free_pages(self) -> dict[str, np.ndarray]:
+        """Every free page by kind, in the order of use, on the host. Waits for the device: for checks only."""
+        return {kind: supply.contents() for kind, supply in self.supplies.items()}
 
     def tables(self) -> dict[str, Any]:
         """Every array that two backends must agree on after a round, by name."""

@@ -119,7 +119,8 @@ class DictionaryModel:
 
     def _retire(self, running: Running) -> None:
         index, first = running.request.index, self.first_bound[running.request.index]
-        while self._left_window(first, running.length):
+        # Behind the tokens before that of this round.
+        while self._left_window(first, running.length - 1):
             self.free["swa"].append(self.swa.pop(self.pages[index][first]))
             first += 1
         self.first_bound[index] = first

@@ -1,23 +1,31 @@
-"""The replay itself: plan a round, play it on every lane and in the model, check, and in the end report.
+"""The replay itself: plan a round, play it on every lane, check, and in the end report.
 
-On the NumPy backend there is one lane. On a GPU there are two, which play the same rounds: the GPU's, whose calls are
-timed, and NumPy's, which the model checks every round and the GPU's arrays are compared with when tables are checked.
+Memory is unified (`unified`, checked by `ledger`) or split (`lane` and `round`, checked by `checks` and `model`). On the NumPy backend there is one
+lane. On a GPU there are two, which play the same rounds: the GPU's, whose calls are timed, and NumPy's, which is checked every round and the GPU's
+arrays are compared with when tables are checked.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
-from gpukit.decode.backend import Backend, NumpyBackend, choose_backend
-from gpukit.decode.checks import Violation, check_metadata, check_round, check_tables, compare_lanes
+import numpy as np
+
+from gpukit.decode import round as split
+from gpukit.decode import unified
+from gpukit.decode.backend import Backend, Meter, NumpyBackend, choose_backend
+from gpukit.decode.checks import SplitChecks, Violation, compare_lanes
 from gpukit.decode.lane import Lane, LostPages
-from gpukit.decode.model import DictionaryModel
+from gpukit.decode.ledger import Ledger
 from gpukit.decode.options import GENERATED_REQUESTS, DecodeOptions
-from gpukit.decode.report import DecodeReport, Timeline, summarize
-from gpukit.decode.round import STAGES
-from gpukit.decode.scheduler import Batch, Scheduler
+from gpukit.decode.report import DecodeReport, summarize
+from gpukit.decode.scheduler import Batch, Running, Scheduler
+from gpukit.decode.sharing import Sharing, Timeline, count_split, summarize_sharing
 from gpukit.decode.trace import Request, generate_trace, read_trace
+from gpukit.errors import Signal
 
 __all__ = ["Progress", "Replay", "load_requests", "run"]
 
@@ -26,6 +34,33 @@ Progress = Callable[[int, int, int], None]
 
 # Device time marks are read back at least this often, so that a run without checks does not pile them up.
 SETTLE_ROUNDS = 256
+
+
+class AnyLane(Protocol):
+    """What a replay asks of a lane, whatever its memory."""
+
+    backend: Backend
+    meter: Meter
+    signal: Signal
+
+    @property
+    def waits(self) -> int: ...
+    def current(self) -> AbstractContextManager[Any]: ...
+    def tables(self) -> dict[str, Any]: ...
+    def free_pages(self) -> dict[str, np.ndarray]: ...
+
+
+class Checks(Protocol):
+    """What a replay asks of the independent half of its checks."""
+
+    def round(self, batch: Batch) -> tuple[list[Violation], int]: ...
+    def tables(self, number: int, running: list[Running]) -> list[Violation]: ...
+
+
+# What plays the rounds in either memory, what checks it, and what is done in a round, in order.
+LANES: dict[str, Callable[..., Any]] = {"unified": unified.UnifiedLane, "split": Lane}
+CHECKS: dict[str, Callable[[Any], Checks]] = {"unified": Ledger, "split": SplitChecks}
+STAGES: dict[str, Sequence[Callable[[Batch, Any], None]]] = {"unified": unified.STAGES, "split": split.STAGES}
 
 
 class Replay:
@@ -46,15 +81,16 @@ class Replay:
         self.requests = load_requests(options) if requests is None else list(requests)
         chosen, self.backend_reason = (backend, "given by the caller") if backend is not None else choose_backend(options.backend)
         self.scheduler = Scheduler(options, self.requests)
-        self.lane = Lane(options, self.scheduler.longest, chosen)
-        self.lanes = [self.lane]
-        self.mirror = self.lane
+        # The lane that is timed, and on a GPU NumPy's beside it, whose arrays are the ones that are checked.
+        backends: list[Backend] = [chosen]
         if options.check_every and chosen.name != NumpyBackend.name:
-            self.mirror = Lane(options, self.scheduler.longest, NumpyBackend())
-            self.lanes.append(self.mirror)
-        free = {kind: supply.contents().tolist() for kind, supply in self.mirror.supplies.items()}
-        self.model = DictionaryModel(options.page_size, options.window, free)
+            backends.append(NumpyBackend())
+        self.lanes: list[Any] = [LANES[options.memory](options, self.scheduler.longest, backend) for backend in backends]
+        self.lane: AnyLane = self.lanes[0]
+        self.checked: AnyLane = self.lanes[-1]
+        self.checks = CHECKS[options.memory](self.lanes[-1])
         self.timeline = Timeline()
+        self.sharing: list[Sharing] = []
         self.violations: list[Violation] = []
         self.checked_rounds = self.checked_tables = self.checked_locations = 0
         self.seconds = 0.0
@@ -66,21 +102,8 @@ class Replay:
 
     def step(self) -> None:
         """Play and check one round."""
-        batch = self.scheduler.plan()
-        self._note(batch)
-        for lane in self.lanes:
-            try:
-                for stage in STAGES:
-                    stage(batch, lane)
-            except LostPages as error:
-                self.violations.append(Violation(batch.number, "lost_page", f"{lane.backend.name}: {error}"))
-                return
-        if self.options.check_every:
-            self._check(batch)
-        else:
-            self.scheduler.commit(batch)
-        if self.scheduler.rounds % SETTLE_ROUNDS == 0:
-            self.lane.meter.settle()
+        with self.lane.current():
+            self._step()
 
     def run(self, progress: Progress | None = None) -> DecodeReport:
         """Step to the end, to the limit of rounds, to the first violation or to a keyboard interrupt, and report."""
@@ -95,17 +118,19 @@ class Replay:
     def check_tables(self) -> None:
         """Check every table, list and row, and on a GPU compare them with NumPy's. Call between two rounds."""
         number, running = max(self.scheduler.rounds - 1, 0), self.scheduler.running
-        self.violations += check_tables(number, running, self.mirror, self.model)
-        if self.mirror is not self.lane:
-            self.violations += compare_lanes(number, self.lane, self.mirror)
-            for kind, count in self.lane.signal.counts().items():
-                message = f"{self.lane.backend.name}: ops skipped {count} values of kind {kind}, expected none"
-                self.violations.append(Violation(number, "skipped_value", message))
+        with self.lane.current():
+            self.violations += self.checks.tables(number, running)
+            if self.checked is not self.lane:
+                self.violations += compare_lanes(number, self.lane, self.checked)
+                for kind, count in self.lane.signal.counts().items():
+                    message = f"{self.lane.backend.name}: ops skipped {count} values of kind {kind}, expected none"
+                    self.violations.append(Violation(number, "skipped_value", message))
         self.checked_tables += 1
 
     def report(self, stopped: str) -> DecodeReport:
         """What is known so far."""
-        self.lane.meter.settle()
+        with self.lane.current():
+            self.lane.meter.settle()
         scheduler = self.scheduler
         return DecodeReport(
             options=self.options,
@@ -122,8 +147,9 @@ class Replay:
             retired_pages=scheduler.retired,
             peak_pages=max(self.timeline.full_used, default=0),
             peak_swa_pages=max(self.timeline.swa_used, default=0),
+            most_pages=scheduler.room.most,
             peak_running=max(self.timeline.running, default=0),
-            refill_waits=sum(supply.waits for supply in self.lane.supplies.values()),
+            waits=self.lane.waits,
             checked_rounds=self.checked_rounds,
             checked_tables=self.checked_tables,
             checked_locations=self.checked_locations,
@@ -131,6 +157,7 @@ class Replay:
             ops=summarize(self.lane.meter.times),
             violations=list(self.violations),
             timeline=self.timeline,
+            sharing=list(self.sharing),
         )
 
     def _play(self, progress: Progress | None) -> str:
@@ -144,30 +171,38 @@ class Replay:
             self.check_tables()
         if self.violations:
             return "violation"
+        if self.options.memory == "unified":
+            self.sharing = [summarize_sharing(self.options, scheduler, self.timeline), count_split(self.options, self.requests)]
         return "end" if scheduler.done else "rounds"
 
-    def _check(self, batch: Batch) -> None:
-        """Play the round in the model, compare, and close it."""
-        expected = self.model.play(batch)
-        whole = (batch.number + 1) % self.options.check_every == 0
-        if whole:
-            self.violations += check_metadata(batch, self.mirror, self.model)
-        self.model.close(batch)
-        self.scheduler.commit(batch)
-        self.violations += check_round(batch, self.mirror, self.model, expected)
-        self.checked_rounds += 1
-        prompt_tokens = 0 if expected.prompts is None else len(expected.prompts.tokens)
-        self.checked_locations += 3 * (len(expected.locations) + prompt_tokens)
-        if whole:
+    def _step(self) -> None:
+        scheduler, timeline, number = self.scheduler, self.timeline, self.scheduler.rounds
+        batch = scheduler.plan()
+        timeline.note(scheduler, batch)
+        for lane in self.lanes:
+            try:
+                for stage in STAGES[self.options.memory]:
+                    stage(batch, lane)
+            except LostPages as error:
+                self.violations.append(Violation(number, "lost_page", f"{lane.backend.name}: {error}"))
+                return
+            if self.options.debug_mirror:
+                self.violations += [Violation(number, "mirror", f"{lane.backend.name}: {message}") for message in lane.memory.check()]
+        if self.options.memory == "unified":
+            full, swa = self.lanes[0].holes
+            timeline.full_holes.append(full)
+            timeline.swa_holes.append(swa)
+            timeline.moved.append(self.lanes[0].moved_pages)
+        if self.options.check_every:
+            violations, locations = self.checks.round(batch)
+            self.violations += violations
+            self.checked_rounds += 1
+            self.checked_locations += locations
+        scheduler.commit(batch)
+        if self.options.check_every and scheduler.rounds % self.options.check_every == 0:
             self.check_tables()
-
-    def _note(self, batch: Batch) -> None:
-        scheduler, timeline = self.scheduler, self.timeline
-        timeline.full_used.append(scheduler.pages - scheduler.free)
-        timeline.swa_used.append(scheduler.swa_pages - scheduler.swa_free)
-        timeline.retired.append(scheduler.retired)
-        timeline.running.append(len(batch.running))
-        timeline.waiting.append(len(scheduler.waiting))
+        if scheduler.rounds % SETTLE_ROUNDS == 0:
+            self.lane.meter.settle()
 
 
 def run(options: DecodeOptions, requests: Iterable[Request] | None = None, *, progress: Progress | None = None) -> DecodeReport:

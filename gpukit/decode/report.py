@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 from gpukit.decode.backend import OpTimes
 from gpukit.decode.checks import Violation
 from gpukit.decode.options import DecodeOptions
+from gpukit.decode.sharing import Sharing, Timeline
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from gpukit.decode.speculation import ModelReport
 
-__all__ = ["DecodeReport", "OpReport", "Timeline", "summarize"]
+__all__ = ["DecodeReport", "OpReport", "summarize"]
 
 
 @dataclass(frozen=True)
@@ -32,17 +33,6 @@ class OpReport:
 
 
 @dataclass
-class Timeline:
-    """One entry per round: pages in use at their highest, pages retired so far, requests running and waiting."""
-
-    full_used: list[int] = field(default_factory=list)
-    swa_used: list[int] = field(default_factory=list)
-    retired: list[int] = field(default_factory=list)
-    running: list[int] = field(default_factory=list)
-    waiting: list[int] = field(default_factory=list)
-
-
-@dataclass
 class DecodeReport:
     """Everything `gpukit.decode.run` found out.
 
@@ -55,13 +45,15 @@ class DecodeReport:
     stopped : str
         "end" of the trace, "rounds" reached, "violation" found, or "interrupt".
     requests, finished, preempted, skipped : int
-        Requests of the trace; those that got all their tokens; how often one gave its pages back; those too large for the pools.
+        Requests of the trace; those that got all their tokens; how often one gave its pages back; those too large for the memory.
     rounds, tokens_generated, prompt_tokens, retired_pages : int
         Totals. Prompts placed again after a preemption count again.
     peak_pages, peak_swa_pages, peak_running : int
         Most pages in use and most requests running in any round.
-    refill_waits : int
-        How often a free list had to wait for the device's read-back.
+    most_pages : tuple of int
+        FULL pages and SWA pages that fit, each kind alone.
+    waits : int
+        How often split memory had to wait for a read-back of freed pages, or unified memory to make room by flushing and moving.
     checked_rounds, checked_tables, checked_locations : int
         Rounds checked, of these with every table, and token locations compared.
     seconds : float
@@ -71,7 +63,10 @@ class DecodeReport:
     violations : list of Violation
         What the checks found; the replay stops at the first round that has any.
     timeline : Timeline
-        Pages and requests over the rounds.
+        Pages, tokens and requests over the rounds.
+    sharing : list of Sharing
+        How unified memory used its bytes, and how two pools of fixed sizes would have; empty for split memory, and where the replay was cut short
+        by a violation or an interrupt.
     model : ModelReport, optional
         What plain and speculative decoding of a model beside the replay brought, if they were asked for.
     """
@@ -91,7 +86,8 @@ class DecodeReport:
     peak_pages: int
     peak_swa_pages: int
     peak_running: int
-    refill_waits: int
+    most_pages: tuple[int, int]
+    waits: int
     checked_rounds: int
     checked_tables: int
     checked_locations: int
@@ -99,6 +95,7 @@ class DecodeReport:
     ops: list[OpReport]
     violations: list[Violation]
     timeline: Timeline
+    sharing: list[Sharing] = field(default_factory=list)
     model: ModelReport | None = None
 
     @property
@@ -134,6 +131,8 @@ class DecodeReport:
         console.print(f"backend: {self.backend} ({self.backend_reason})", markup=False, highlight=False)
         console.print(_ops_table(self))
         console.print(_totals_table(self))
+        if self.sharing:
+            console.print(_sharing_table(self))
         for violation in self.violations:
             console.print(f"violation: {violation.name} after round {violation.round}: {violation.message}", style="red", markup=False)
         console.print(_verdict(self), style="green" if self.replay_ok else "red", markup=False)
@@ -185,7 +184,8 @@ def _totals_table(report: DecodeReport) -> Any:
     table = Table(show_header=False)
     table.add_column()
     table.add_column(justify="right")
-    options = report.options
+    options, (most, most_swa) = report.options, report.most_pages
+    unified = options.memory == "unified"
     for name, value in (
         ("requests finished", f"{report.finished:,} of {report.requests:,}"),
         ("requests preempted", f"{report.preempted:,}"),
@@ -194,13 +194,37 @@ def _totals_table(report: DecodeReport) -> Any:
         ("tokens generated", f"{report.tokens_generated:,}"),
         ("prompt tokens placed", f"{report.prompt_tokens:,}"),
         ("most requests running", f"{report.peak_running:,} of {options.batch:,}"),
-        ("peak FULL pages", f"{report.peak_pages:,} of {options.pages:,}"),
-        ("peak SWA pages", f"{report.peak_swa_pages:,} of {options.swa_pages:,}"),
+        ("peak FULL pages", f"{report.peak_pages:,} of {most:,}"),
+        ("peak SWA pages", f"{report.peak_swa_pages:,} of {most_swa:,}"),
         ("pages retired from the window", f"{report.retired_pages:,}"),
-        ("waits for freed pages", f"{report.refill_waits:,}"),
+        ("times room was made" if unified else "waits for freed pages", f"{report.waits:,}"),
         ("seconds", f"{report.seconds:,.1f}"),
     ):
         table.add_row(name, value)
+    return table
+
+
+def _sharing_table(report: DecodeReport) -> Any:
+    from rich.table import Table
+
+    table = Table("the same bytes", caption="means over the rounds in which requests wait")
+    unified, split = report.sharing
+    table.add_column("unified", justify="right")
+    table.add_column(f"split into {report.options.pages:,} + {report.options.swa_pages:,} pages", justify="right")
+    gain = unified.mean_tokens / max(split.mean_tokens, 1.0) - 1
+    for name, values in (
+        ("mean tokens held", [f"{unified.mean_tokens:,.0f} ({gain:+.1%})", f"{split.mean_tokens:,.0f}"]),
+        ("peak tokens held", [f"{way.peak_tokens:,}" for way in report.sharing]),
+        ("mean bytes in use", [f"{way.mean_use:.1%}" for way in report.sharing]),
+        ("peak bytes in use", [f"{way.peak_use:.1%}" for way in report.sharing]),
+        ("mean bytes in holes", [f"{way.mean_holes:.1%}" for way in report.sharing]),
+        ("peak bytes in holes", [f"{way.peak_holes:.1%}" for way in report.sharing]),
+        ("pages moved", [f"{way.moved_pages:,}" for way in report.sharing]),
+        ("rounds", [f"{way.rounds:,}" for way in report.sharing]),
+        ("requests preempted", [f"{way.preempted:,}" for way in report.sharing]),
+        ("requests skipped", [f"{way.skipped:,}" for way in report.sharing]),
+    ):
+        table.add_row(name, *values)
     return table
 
 

@@ -1,7 +1,7 @@
-"""A decode round, as a short list of named stages over a `Batch` (what was decided) and a `Lane` (one backend's arrays).
+"""A decode round over split memory, as a short list of named stages over a `Batch` (what was decided) and a `Lane` (one backend's arrays).
 
-A stage calls public ops and enqueues; it decides nothing and reads nothing back, because the host knows every length. A new
-part of the round (recurrent state, experts, a captured graph) is one more function in `STAGES`.
+A stage calls public ops and enqueues; it decides nothing and reads nothing back, because the host knows every length. `unified` has
+the same round as one launch.
 """
 
 from __future__ import annotations

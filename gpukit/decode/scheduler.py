@@ -1,7 +1,7 @@
 """Who runs in a round: admission, preemption and the page counts, decided on the host from lengths alone.
 
 A scheduler reads no array. It knows how many pages each step takes and gives back, so its counts are exact without asking
-the device; which pages those are is the business of `lane`.
+the device; how many fit is the business of `rooms`, and which pages those are that of a lane.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from gpukit.decode.options import DecodeOptions
+from gpukit.decode.rooms import Room, room_of
 from gpukit.decode.trace import Request
 from gpukit.errors import ArgumentError
 from gpukit.kernels.sliding_window import frontier
@@ -37,7 +38,7 @@ class Running:
     frontier : int
         First token whose SWA page is still bound; page-aligned.
     retired_from : int
-        Frontier before this round: the pages of [retired_from, frontier) leave the window in this round.
+        Frontier before this round: the pages of [retired_from, frontier) leave the window in this round, behind the tokens before its own.
     """
 
     request: Request
@@ -103,23 +104,28 @@ class Scheduler:
         Sizes of pages, window, pools and batch.
     requests : iterable of Request
         The trace. Requests that could not run even alone are left out and counted in `skipped`.
+    room : Room, optional
+        How many pages fit, instead of what the options say.
+
+    Attributes
+    ----------
+    used, swa_used : int
+        Pages that are held.
 
     Notes
     -----
-    A request is admitted when both pools hold the pages of its prompt and of its first token after the growth of those already
+    A request is admitted when there is room for the pages of its prompt and of its first token after the growth of those already
     running, and a row is free. So an admitted request always advances, the oldest is never preempted, and a replay ends. A
-    request that gives way waits at the front, and never returns in the same round: the pages it needs are those that were missing.
+    request that gives way waits at the front, and nobody is admitted in the same round: the pages it needs are those that were missing.
     Of a prompt only the pages inside the window are bound in the SWA pool: the others are computed, read by the prompt's own
     attention, and never read again.
     """
 
-    def __init__(self, options: DecodeOptions, requests: Iterable[Request]):
+    def __init__(self, options: DecodeOptions, requests: Iterable[Request], room: Room | None = None):
         self.page_size = options.page_size
         self.window = options.window
-        self.pages = options.pages
-        self.swa_pages = options.swa_pages
-        self.free = options.pages
-        self.swa_free = options.swa_pages
+        self.room = room_of(options) if room is None else room
+        self.used = self.swa_used = 0
         everyone = list(requests)
         self.waiting = deque(request for request in everyone if self.fits(request))
         self.skipped = len(everyone) - len(self.waiting)
@@ -135,11 +141,10 @@ class Scheduler:
         return not self.running and not self.waiting
 
     def fits(self, request: Request) -> bool:
-        """Whether the pools can hold the request when it is alone, at its longest."""
+        """Whether there is room for the request when it is alone, at its longest."""
         total = self.page_count(request.total)
-        # Whole pages of the window, plus the one being filled.
-        window = self.page_count(self.window) + 1
-        return total <= self.pages and min(total, window) <= self.swa_pages
+        # Whole pages of the window, the one that is opened, and the one that leaves in the same round.
+        return self.room.holds(total, min(total, self.page_count(self.window) + 2))
 
     def page_count(self, tokens: int) -> int:
         """Pages that hold so many tokens."""
@@ -153,7 +158,8 @@ class Scheduler:
         """Decide the next round."""
         batch = Batch(self.rounds, [])
         self._preempt(batch)
-        self._admit(batch)
+        if not batch.preempted:
+            self._admit(batch)
         batch.running = list(self.running)
         if not batch.running:
             raise ArgumentError("plan: expected a waiting request, got none")
@@ -165,7 +171,7 @@ class Scheduler:
         """Close the round: pages of the window and of finished requests are free again."""
         for running in batch.running:
             pages = (running.frontier - running.retired_from) // self.page_size
-            self.swa_free += pages
+            self.swa_used -= pages
             self.retired += pages
         for running in batch.finished:
             self._release(running)
@@ -184,12 +190,12 @@ class Scheduler:
         return sum(1 for running in self.running if running.length % self.page_size == 0)
 
     def _release(self, running: Running) -> None:
-        self.free += self.page_count(running.length)
-        self.swa_free += self.swa_count(running)
+        self.used -= self.page_count(running.length)
+        self.swa_used -= self.swa_count(running)
         self.rows.append(running.row)
 
     def _preempt(self, batch: Batch) -> None:
-        while self._growth() > min(self.free, self.swa_free):
+        while not self.room.holds(self.used + (growth := self._growth()), self.swa_used + growth):
             youngest = self.running.pop()
             self._release(youngest)
             batch.preempted.append(youngest)
@@ -199,7 +205,6 @@ class Scheduler:
 
     def _admit(self, batch: Batch) -> None:
         growth = self._growth()
-        free, swa_free = self.free - growth, self.swa_free - growth
         while self.waiting and self.rows:
             request = self.waiting[0]
             prompt = request.prompt + self.generated.get(request.index, 0)
@@ -207,10 +212,10 @@ class Scheduler:
             candidate = Running(request, self.rows[-1], prompt, prompt, edge, edge)
             opens = 1 if prompt % self.page_size == 0 else 0
             pages, swa_pages = self.page_count(prompt), self.swa_count(candidate)
-            if pages + opens > free or swa_pages + opens > swa_free:
+            growth += opens
+            if not self.room.holds(self.used + pages + growth, self.swa_used + swa_pages + growth):
                 return
-            free, swa_free = free - pages - opens, swa_free - swa_pages - opens
-            self.free, self.swa_free = self.free - pages, self.swa_free - swa_pages
+            self.used, self.swa_used = self.used + pages, self.swa_used + swa_pages
             self.waiting.popleft()
             self.rows.pop()
             self.running.append(candidate)
@@ -219,9 +224,11 @@ class Scheduler:
 
     def _grow(self, batch: Batch) -> None:
         batch.new_pages = self._growth()
-        self.free -= batch.new_pages
-        self.swa_free -= batch.new_pages
+        self.used += batch.new_pages
+        self.swa_used += batch.new_pages
         for running in batch.running:
             running.length += 1
             running.retired_from = running.frontier
-            running.frontier = frontier(running.length, self.window, self.page_size, old=running.frontier)
+            # It moves at page ends only.
+            if (running.length - 1) % self.page_size == 0:
+                running.frontier = frontier(running.length - 1, self.window, self.page_size, old=running.frontier)

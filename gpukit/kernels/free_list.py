@@ -224,7 +224,7 @@ class DevicePages:
             raise ArgumentError(f"pages: expected at most {self.capacity - self.known} pages (capacity {self.capacity}), got {length}")
         self._refuse_capture(stream)
         _append(pages, self, stream=stream, signal=signal)
-        self._count(length)
+        self.note(length)
 
     def take(self, n: int, *, out: Any = None, stream: Any = None) -> Any:
         """Pop the `n` oldest pages: one launch.
@@ -255,15 +255,15 @@ class DevicePages:
             raise OutOfPages(f"n: expected at most the {self.known} pages known to be in the list, got {n}")
         self._refuse_capture(stream)
         out = _take(self, n, out=out, stream=stream)
-        self._count(-n)
+        self.note(-n)
         return out
 
     def _refuse_capture(self, stream: Any) -> None:
         if self._reader is not None and devices.is_capturing(choose(stream, self.ring)):
             raise ArgumentError("stream: expected one that is not capturing, because the host would count the pages once and every replay again")
 
-    def _count(self, change: int) -> None:
-        """Note what the host did: pages put in or, negative, taken."""
+    def note(self, change: int) -> None:
+        """Take account of a launch whose outcome the host knows: pages put in or, negative, taken. `fill` and `take` do so themselves."""
         if self._reader is not None:
             # What does not fit is dropped, but then the list is full.
             self._known = min(self._known + change, self.capacity)

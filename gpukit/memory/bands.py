@@ -146,9 +146,9 @@ class Band:
         """Take account of what a decode step did to the lists, as far as it is certain: pages pushed less pages popped."""
         holes, virtual = self.holes, self.virtual
         if holes.device >= 0:
-            holes._count(change)
+            holes.note(change)
             if virtual is not None:
-                virtual._count(change)
+                virtual.note(change)
         self.hole_count = holes.known
         if virtual is not None:
             self.id_count = virtual.known
@@ -211,5 +211,5 @@ def _account(pages: DevicePages, count: int | None, stream: Any) -> int:
         return pages.known
     if count is None:
         return pages.refresh(stream=stream)
-    pages._count(count)
+    pages.note(count)
     return pages.known

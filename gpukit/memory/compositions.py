@@ -7,7 +7,7 @@ from typing import Any
 from gpukit.memory.layout import Entry, PoolLayout, SubPool
 from gpukit.memory.pool import UnifiedPool
 
-__all__ = ["full_and_state", "full_and_swa", "full_swa_and_state"]
+__all__ = ["full_and_state", "full_and_swa", "full_and_swa_layout", "full_swa_and_state"]
 
 
 def full_and_swa(buffer_bytes: int, full: Entry, swa: Entry, *, page_size: int, **options: Any) -> UnifiedPool:
@@ -31,8 +31,12 @@ def full_and_swa(buffer_bytes: int, full: Entry, swa: Entry, *, page_size: int, 
     >>> pool.available("full"), pool.available("swa"), pool.available({"full": 1, "swa": 1})
     (127, 127, 63)
     """
-    sub_pools = [SubPool("swa", swa, "up", page_size, owner="full"), SubPool("full", full, "down", page_size)]
-    return UnifiedPool(PoolLayout(buffer_bytes, sub_pools), **options)
+    return UnifiedPool(full_and_swa_layout(buffer_bytes, full, swa, page_size=page_size), **options)
+
+
+def full_and_swa_layout(buffer_bytes: int, full: Entry, swa: Entry, *, page_size: int) -> PoolLayout:
+    """The layout of `full_and_swa`, for arithmetic without a pool."""
+    return PoolLayout(buffer_bytes, [SubPool("swa", swa, "up", page_size, owner="full"), SubPool("full", full, "down", page_size)])
 
 
 def full_and_state(buffer_bytes: int, full: Entry, state: Entry, *, page_size: int, **options: Any) -> UnifiedPool:

@@ -50,6 +50,11 @@ class DecodeMemory:
     rows : int64 array
         Rows of the requests that are seated, by lane.
 
+    Notes
+    -----
+    No call takes a ``stream=``: the pool's one stream, current in the arrays' library, serves all of them. A captured step runs on the stream that
+    it was captured on, so that is to be the same one.
+
     Examples
     --------
     >>> from gpukit.memory import Entry, Part, full_and_swa

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 
 from gpukit.decode.model import DictionaryModel
@@ -12,7 +14,7 @@ from gpukit.decode.trace import Request
 def test_a_request_by_hand():
     # Pages of 4 tokens, window of 4: after 13 tokens only the pages from token 8 on can still be seen.
     model = DictionaryModel(4, 4, {"virtual": [7, 2, 5, 3], "full": [10, 20, 30, 40], "swa": [100, 200, 300, 400]})
-    running = Running(Request(0, 12, 4), row=0, prompt=12, length=13, frontier=8, retired_from=8)
+    running = Running(Request(0, 12, 5), row=0, prompt=12, length=13, frontier=8, retired_from=8)
     expected = model.play(Batch(0, [running], admitted=[running], new_pages=1))
     # The prompt ends at 12, so its first two pages are outside the window and not in the SWA pool.
     assert model.swa == {5: 100, 3: 200}
@@ -29,13 +31,17 @@ def test_a_request_by_hand():
     for length in (14, 15, 16):
         running.length = length
         expected = model.play(Batch(length - 13, [running]))
-    # At 16 the third page leaves: its tokens end at 12, a window before the last whole page.
-    assert model.swa == {3: 200} and list(model.free["swa"]) == [300, 400, 100]
-    assert (expected.locations, expected.swa_locations) == ([15], [803])
+    assert model.swa == {5: 100, 3: 200} and (expected.locations, expected.swa_locations) == ([15], [803])
+    running.length = 17
+    model.free = {kind: deque([*pages, page]) for (kind, pages), page in zip(model.free.items(), (8, 50, 500), strict=True)}
+    expected = model.play(Batch(4, [running]))
+    # Behind 16 tokens the third page leaves: its tokens end at 12, a window before the last whole page.
+    assert model.swa == {3: 200, 8: 300} and list(model.free["swa"]) == [400, 500, 100]
+    assert (expected.locations, expected.full_locations, expected.swa_locations) == ([32], [200], [1200])
 
-    model.close(Batch(3, [running], finished=[running]))
+    model.close(Batch(4, [running], finished=[running]))
     assert model.full == {} and model.swa == {} and model.pages == {}
-    assert [list(model.free[kind]) for kind in ("virtual", "full", "swa")] == [[7, 2, 5, 3], [10, 20, 30, 40], [300, 400, 100, 200]]
+    assert [list(model.free[kind]) for kind in ("virtual", "full", "swa")] == [[7, 2, 5, 3, 8], [10, 20, 30, 40, 50], [400, 500, 100, 200, 300]]
 
 
 def test_pages_are_handed_out_in_the_order_they_came_back():

@@ -1,4 +1,4 @@
-"""Whole replays on small pools: clean ones stay clean on every page size and window, and each planted fault is found and named.
+"""Whole replays in little memory: clean ones stay clean on every page size and window, and of split memory each planted fault is found and named.
 
 A fault is planted by one more stage at the end of a round, which then touches a lane's arrays the way a wrong kernel would.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from gpukit.decode import DecodeOptions, Request, backend, run
 from gpukit.decode import lane as lane_module
 from gpukit.decode import replay as replay_module
 from gpukit.decode.lane import Lane
+from gpukit.decode.options import MEMORIES
 from gpukit.decode.replay import Replay
 from gpukit.decode.scheduler import Batch
 from gpukit.errors import DeviceError
@@ -26,18 +28,23 @@ from gpukit.kernels import page_table
 from tests.helpers.fake_device import FakeDevice
 
 REQUESTS = [Request(index, prompt, generate) for index, (prompt, generate) in enumerate([(37, 20), (5, 33), (64, 9), (1, 40), (50, 50)])]
-SMALL = DecodeOptions(page_size=4, window=12, batch=4, pages=44, swa_pages=14, backend="numpy", check_every=4)
+SMALL = DecodeOptions(memory="split", page_size=4, window=12, batch=4, pages=44, swa_pages=14, backend="numpy", check_every=4)
+either = pytest.mark.parametrize("small", [SMALL, replace(SMALL, memory="unified", swa_layers=10)], ids=lambda options: options.memory)
 
 
+@pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64])
 @pytest.mark.parametrize("window", [1, 7, 64, 10_000])
-def test_tight_pools_preempt_and_stay_clean(page_size, window):
+def test_tight_memory_preempts_and_stays_clean(page_size, window, memory):
     tokens = 130
     swa_tokens = tokens if window > tokens else 2 * (window + 2 * page_size)
     options = DecodeOptions(
+        memory=memory,
         page_size=page_size,
         window=window,
         batch=4,
+        full_layers=50,
+        swa_layers=1,
         pages=-(-tokens // page_size),
         swa_pages=-(-swa_tokens // page_size),
         backend="numpy",
@@ -63,29 +70,45 @@ def test_tight_pools_preempt_and_stay_clean(page_size, window):
     pages=st.integers(1, 60),
     swa_pages=st.integers(1, 40),
     seed=st.integers(0, 3),
+    memory=st.sampled_from(MEMORIES),
+    layers=st.tuples(st.integers(1, 5), st.integers(1, 5)),
 )
-def test_any_replay_is_clean(lengths, page_size, window, batch, pages, swa_pages, seed):
+def test_any_replay_is_clean(lengths, page_size, window, batch, pages, swa_pages, seed, memory, layers):
     options = DecodeOptions(
-        page_size=page_size, window=window, batch=batch, pages=pages, swa_pages=swa_pages, seed=seed, backend="numpy", check_every=3
+        memory=memory,
+        page_size=page_size,
+        window=window,
+        batch=batch,
+        pages=pages,
+        swa_pages=swa_pages,
+        full_layers=layers[0],
+        swa_layers=layers[1],
+        seed=seed,
+        backend="numpy",
+        check_every=3,
+        debug_mirror=memory == "unified",
     )
     report = run(options, [Request(index, *pair) for index, pair in enumerate(lengths)])
     assert report.violations == [] and report.finished + report.skipped == len(lengths)
 
 
-def test_the_report_is_the_same_whatever_is_checked():
-    reports = [run(DecodeOptions(**{**vars(SMALL), "check_every": every}), REQUESTS) for every in (0, 1, 5)]
+@either
+def test_the_report_is_the_same_whatever_is_checked(small):
+    reports = [run(replace(small, check_every=every), REQUESTS) for every in (0, 1, 5)]
     facts = [(report.rounds, report.tokens_generated, report.preempted, report.retired_pages, report.timeline) for report in reports]
     assert facts[0] == facts[1] == facts[2]
     assert (reports[0].checked_rounds, reports[0].checked_tables, reports[0].checked_locations) == (0, 0, 0)
 
 
-def test_a_request_too_large_is_skipped_and_the_others_run():
-    report = run(SMALL, [Request(0, 1000, 1), *[Request(request.index + 1, request.prompt, request.generate) for request in REQUESTS]])
+@either
+def test_a_request_too_large_is_skipped_and_the_others_run(small):
+    report = run(small, [Request(0, 1000, 1), *[Request(request.index + 1, request.prompt, request.generate) for request in REQUESTS]])
     assert (report.skipped, report.finished, report.stopped, report.violations) == (1, 5, "end", [])
 
 
-def test_a_replay_that_skips_every_request_is_whole_but_not_right():
-    report = run(SMALL, [Request(0, 1000, 1)])
+@either
+def test_a_replay_that_skips_every_request_is_whole_but_not_right(small):
+    report = run(small, [Request(0, 1000, 1)])
     assert (report.rounds, report.skipped, report.partial, report.ok) == (0, 1, False, False)
 
 
@@ -146,13 +169,13 @@ FAULTS: dict[str, tuple[Fault, str]] = {
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, fault: Fault, number: int, name: str = "numpy") -> None:
-    """Let the fault happen at the end of one round on the lanes of a backend."""
+    """Let the fault happen at the end of one round of split memory on the lanes of a backend."""
 
     def stage(batch: Batch, lane: Lane) -> None:
         if batch.number == number and lane.backend.name == name:
             fault(lane)
 
-    monkeypatch.setattr(replay_module, "STAGES", [*replay_module.STAGES, stage])
+    monkeypatch.setitem(replay_module.STAGES, "split", [*replay_module.STAGES["split"], stage])
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -203,7 +226,7 @@ def test_tables_are_checked_between_only_every_few_rounds(monkeypatch):
 @pytest.mark.parametrize("check_every", [0, 1000])
 def test_lost_pages_end_a_replay_even_where_nothing_is_checked(monkeypatch, check_every):
     plant(monkeypatch, lambda lane: lane.supplies["full"].list.take(len(lane.supplies["full"].list)), number=2)
-    report = run(DecodeOptions(**{**vars(SMALL), "check_every": check_every}), REQUESTS)
+    report = run(replace(SMALL, check_every=check_every), REQUESTS)
     assert report.stopped == "violation" and report.violations[0].name == "lost_page"
 
 
@@ -215,8 +238,9 @@ def test_the_last_check_sees_what_happened_after_the_last_but_one(monkeypatch):
     assert found[0].name == "inverse_tables" and found[0].round == clean.rounds - 1
 
 
-def test_a_limit_of_rounds_ends_a_replay_early():
-    report = run(DecodeOptions(**{**vars(SMALL), "rounds": 6}), REQUESTS)
+@either
+def test_a_limit_of_rounds_ends_a_replay_early(small):
+    report = run(replace(small, rounds=6), REQUESTS)
     assert (report.rounds, report.stopped, report.partial, report.ok) == (6, "rounds", True, True)
     assert report.checked_tables == 2 and report.finished < 5
 
@@ -235,15 +259,17 @@ def test_an_interrupt_leaves_a_partial_report(monkeypatch, within_a_round):
     assert report.tokens_generated > 0 and report.ops
 
 
-def test_progress_counts_to_the_end():
+@either
+def test_progress_counts_to_the_end(small):
     seen: list[tuple[int, int, int]] = []
-    report = run(SMALL, [*REQUESTS, Request(5, 1000, 1)], progress=lambda *counts: seen.append(counts))
+    report = run(small, [*REQUESTS, Request(5, 1000, 1)], progress=lambda *counts: seen.append(counts))
     assert seen[-1] == (6, 6, report.rounds) and [rounds for _, _, rounds in seen] == list(range(1, report.rounds + 1))
 
 
-def test_a_device_plays_beside_numpy_and_is_compared():
+@either
+def test_a_device_plays_beside_numpy_and_is_compared(small):
     device = FakeDevice()
-    replay = Replay(SMALL, REQUESTS, backend=device)
+    replay = Replay(small, REQUESTS, backend=device)
     report = replay.run()
     assert (report.backend, report.violations, report.finished) == ("gpu", [], 5)
     assert [lane.backend.name for lane in replay.lanes] == ["gpu", "numpy"]
@@ -260,7 +286,7 @@ def test_a_device_that_differs_is_found(monkeypatch, name):
 
 def test_a_device_that_places_prompts_elsewhere_is_found(monkeypatch):
     plant(monkeypatch, lambda lane: lane.prompts.swa.__setitem__(-1, 3), number=0, name="gpu")
-    report = Replay(DecodeOptions(**{**vars(SMALL), "check_every": 1}), REQUESTS, backend=FakeDevice()).run()
+    report = Replay(replace(SMALL, check_every=1), REQUESTS, backend=FakeDevice()).run()
     assert [(found.name, found.round) for found in report.violations] == [("backend_mismatch", 0)]
     assert "gpu against numpy: prompt swa[" in report.violations[0].message
 
@@ -271,10 +297,11 @@ def test_a_device_that_skips_values_is_found(monkeypatch):
     assert [(found.name, found.round) for found in report.violations] == [("skipped_value", 7)]
 
 
-def test_a_round_reads_nothing_back_and_rarely_waits(monkeypatch):
+@either
+def test_a_round_reads_nothing_back_and_rarely_waits(monkeypatch, small):
     device = FakeDevice()
     monkeypatch.setattr(replay_module, "SETTLE_ROUNDS", 10**9)
-    replay = Replay(DecodeOptions(**{**vars(SMALL), "check_every": 0}), REQUESTS, backend=device)
+    replay = Replay(replace(small, check_every=0), REQUESTS, backend=device)
     before = device.reads
     while not replay.done:
         replay.step()
@@ -326,9 +353,9 @@ def test_late_ring_lengths_cost_waits_and_change_nothing(monkeypatch):
     prompt = run(SMALL, REQUESTS)
     device = FakeDevice()
     monkeypatch.setattr(lane_module.free_list, "DevicePages", slow_ring(device))
-    replay = Replay(DecodeOptions(**{**vars(SMALL), "check_every": 0}), REQUESTS, backend=device)
+    replay = Replay(replace(SMALL, check_every=0), REQUESTS, backend=device)
     late = replay.run()
-    assert late.refill_waits > 0 and prompt.refill_waits == 0
+    assert late.waits > 0 and prompt.waits == 0
     assert (late.stopped, late.rounds, late.finished, late.timeline) == ("end", prompt.rounds, prompt.finished, prompt.timeline)
 
 
@@ -340,7 +367,7 @@ def test_asking_ahead_saves_waits(monkeypatch):
             monkeypatch.setattr(lane_module.PageSupply, "stock", lambda supply, low: None)
         report = run(SMALL, REQUESTS)
         assert report.violations == []
-        waits[ahead] = report.refill_waits
+        waits[ahead] = report.waits
     assert waits[True] < waits[False]
 
 
@@ -355,7 +382,7 @@ def test_a_missing_gpu_is_refused_by_name_and_auto_does_without(monkeypatch):
     monkeypatch.setattr(backend, "_missing_for_gpu", lambda: "no CUDA device")
     with pytest.raises(DeviceError, match="backend: expected a CUDA device and the GPU stack, got no CUDA device"):
         run(DecodeOptions(backend="gpu"), REQUESTS)
-    report = run(DecodeOptions(**{**vars(SMALL), "backend": "auto"}), REQUESTS)
+    report = run(replace(SMALL, backend="auto"), REQUESTS)
     assert (report.backend, report.backend_reason) == ("numpy", "no CUDA device")
 
 

@@ -16,15 +16,23 @@ from gpukit.decode import DecodeOptions, DecodeReport, Request, plot, run
 from gpukit.decode.backend import Meter, NumpyBackend, OpTimes
 from gpukit.decode.checks import Violation
 from gpukit.decode.report import summarize
+from gpukit.decode.scheduler import Scheduler
+from gpukit.decode.sharing import Timeline, summarize_sharing
 from gpukit.errors import ArgumentError
 from tests.helpers.fake_device import FakeDevice
 
 OPTIONS = DecodeOptions(page_size=4, window=12, batch=4, pages=44, swa_pages=14, backend="numpy")
+REQUESTS = [Request(index, 20 + index, 20) for index in range(6)]
 
 
 @pytest.fixture(scope="module")
 def report() -> DecodeReport:
-    return run(OPTIONS, [Request(index, 20 + index, 20) for index in range(6)])
+    return run(OPTIONS, REQUESTS)
+
+
+@pytest.fixture(scope="module")
+def split() -> DecodeReport:
+    return run(replace(OPTIONS, memory="split"), REQUESTS)
 
 
 def printed(report: DecodeReport) -> str:
@@ -59,13 +67,34 @@ def test_device_times_are_read_only_when_they_are_settled():
     assert device.waits == 1 and meter.times["divmod"].device_us == [1.0]
 
 
-def test_counts_agree_with_the_calls(report):
+def test_counts_agree_with_the_calls(report, split):
+    calls = {op.op: op.calls for op in split.ops}
+    assert calls["free_list.gather_decode"] == calls["metadata.decode_metadata"] == split.rounds
+    assert calls["sliding_window.free_segment"] == split.finished + split.preempted
     calls = {op.op: op.calls for op in report.ops}
-    assert calls["free_list.gather_decode"] == calls["metadata.decode_metadata"] == report.rounds
-    assert calls["sliding_window.free_segment"] == report.finished + report.preempted
-    assert len(report.timeline.full_used) == len(report.timeline.waiting) == report.rounds
-    assert report.peak_pages == max(report.timeline.full_used) <= OPTIONS.pages
-    assert report.peak_running == max(report.timeline.running) <= OPTIONS.batch
+    assert calls["DecodeMemory.step"] - calls.get("DecodeMemory.ready", 0) == calls["UnifiedPool.refresh"] == report.rounds
+    assert calls["DecodeMemory.end"] == calls["DecodeMemory.admit"] == report.finished + report.preempted
+    for each in (report, split):
+        timeline = each.timeline
+        assert len(timeline.full_used) == len(timeline.waiting) == len(timeline.tokens) == each.rounds
+        assert each.peak_pages == max(timeline.full_used) <= each.most_pages[0]
+        assert each.peak_running == max(timeline.running) <= OPTIONS.batch
+    assert len(report.timeline.moved) == len(report.timeline.full_holes) == report.rounds and split.timeline.moved == []
+    assert split.most_pages == (OPTIONS.pages, OPTIONS.swa_pages)
+
+
+def test_shares_of_the_bytes_by_hand():
+    # A page of either kind is a unit of the buffer: 9 + 5 of them, sinks counted.
+    options = DecodeOptions(page_size=4, window=8, batch=2, pages=8, swa_pages=4, full_layers=1, swa_layers=1)
+    scheduler = Scheduler(options, [])
+    timeline = Timeline(full_used=[7, 8, 1], swa_used=[0, 6, 2], waiting=[3, 1, 0], tokens=[20, 30, 4])
+    timeline.full_holes, timeline.swa_holes, timeline.moved = [7, 0, 9], [0, 0, 4], [0, 2, 5]
+    found = summarize_sharing(options, scheduler, timeline)
+    assert (found.memory, found.rounds, found.mean_tokens, found.peak_tokens, found.moved_pages) == ("unified", 3, 25.0, 30, 5)
+    assert (found.mean_use, found.peak_use, found.mean_holes, found.peak_holes) == (0.75, 1.0, 0.25, 0.5)
+    timeline.waiting = [0, 0, 0]
+    assert summarize_sharing(options, scheduler, timeline).mean_tokens == 18.0
+    assert summarize_sharing(options, scheduler, Timeline()).mean_tokens == 0.0
 
 
 def test_json_reads_back(report):
@@ -73,6 +102,8 @@ def test_json_reads_back(report):
     assert (fields["ok"], fields["partial"], fields["options"]["trace"], fields["rounds"]) == (True, False, "a.csv", report.rounds)
     assert fields["ops"][0].keys() >= {"op", "calls", "host_us_median", "device_us_median"}
     assert fields["timeline"]["swa_used"] == report.timeline.swa_used
+    assert [way["memory"] for way in fields["sharing"]] == ["unified", "split"]
+    assert fields["sharing"][0]["mean_tokens"] == report.sharing[0].mean_tokens
 
 
 def test_the_table_names_every_op_and_every_total(report):
@@ -81,9 +112,16 @@ def test_the_table_names_every_op_and_every_total(report):
         assert op.op in text
     for line in ("requests finished", "6 of 6", "requests preempted", "peak SWA pages", "tokens generated", "120"):
         assert line in text
+    for line in ("peak FULL pages", "times room was made", "split into 44 + 14 pages", "mean tokens held", "peak bytes in holes", "pages moved"):
+        assert line in text
     assert text.startswith("backend: numpy (asked for)")
     assert "device" not in text
     assert f"the whole trace was played; no violations in {report.rounds:,} rounds checked" in text
+
+
+def test_split_memory_is_compared_with_nothing(split):
+    text = printed(split)
+    assert "waits for freed pages" in text and "sliding_window.retire" in text and "split into" not in text
 
 
 def test_device_columns_appear_with_device_times(report):
@@ -104,11 +142,12 @@ def test_an_unchecked_replay_does_not_claim_to_be_clean(report):
 
 
 @pytest.mark.parametrize("ending", pictures.FORMATS)
-def test_the_picture_is_written_in_each_format(report, tmp_path, ending):
+def test_the_picture_is_written_in_each_format(report, split, tmp_path, ending):
     pytest.importorskip("matplotlib")
-    path = tmp_path / f"pages{ending}"
-    plot.save(report, path)
-    assert path.read_bytes()[:5] in (b"\x89PNG\r", b"<?xml", b"%PDF-")
+    for each in (report, split):
+        path = tmp_path / f"{each.options.memory}{ending}"
+        plot.save(each, path)
+        assert path.read_bytes()[:5] in (b"\x89PNG\r", b"<?xml", b"%PDF-")
     assert "matplotlib.pyplot" not in sys.modules
 
 
@@ -116,6 +155,14 @@ def test_an_empty_replay_can_be_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     plot.save(run(OPTIONS, [Request(0, 1000, 1)]), tmp_path / "empty.png")
     assert (tmp_path / "empty.png").stat().st_size > 0
+
+
+def test_a_replay_stopped_in_a_round_can_be_drawn(report, tmp_path):
+    """The last round was planned and not played, so some lists of the time line are shorter."""
+    pytest.importorskip("matplotlib")
+    timeline = replace(report.timeline, full_holes=report.timeline.full_holes[:-1], swa_holes=report.timeline.swa_holes[:-1])
+    plot.save(replace(report, timeline=timeline), tmp_path / "cut.png")
+    assert (tmp_path / "cut.png").stat().st_size > 0
 
 
 def test_pictures_that_cannot_be_drawn_are_refused(monkeypatch):
