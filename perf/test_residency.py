@@ -1,7 +1,7 @@
 """L2 plans where they are for: the sweep on the synthetic round, the real kernels' round, what changing the limit costs, and when that pays.
 
 The sweeps are experiments, not regressions: each is one ladder after the other (see `gpukit.graphs.tune`). They run where `GPUKIT_SWEEPS` names a
-directory, and put their JSON and pictures there: ``GPUKIT_SWEEPS=/tmp/sweeps pytest perf/test_residency.py -s -k "sweep or round or suspending"``.
+directory, and put their JSON and pictures there: ``GPUKIT_SWEEPS=sweeps pytest perf/test_residency.py -s -k "sweep or round or suspending"``.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from perf.conftest import GPU, on_device, there
 
 MIB = 1 << 20
 LAYERS, PAGE = 30, 2_146_304
-# What published measurements on one H200 found to be there, in percent of the round, by MiB of weights.
 sweep = pytest.mark.skipif(not (GPU and os.environ.get("GPUKIT_SWEEPS")), reason="set GPUKIT_SWEEPS to a directory, on a machine with a GPU")
+# What an H200 has to give, in percent of the round, by MiB of weights.
 LEAST_GAIN = {0: 12.0, 64: 8.0, 512: 1.5}
 
 
