@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from gpukit import arrays
-from gpukit.arrays import ITEMSIZE, contiguous_strides, describe, vector
+from gpukit.arrays import ITEMSIZE, Extent, contiguous_strides, describe, overlap, span, vector
 from gpukit.errors import ArgumentError, ArgumentTypeError
 from gpukit.kernels._plans import allocate, refuse_other_device, whole
 from gpukit.kernels._tensors import BF16, tensor
-from gpukit.kernels.state_pool import DIMS, StatePool
+from gpukit.kernels.state_pool import DIMS, ReplayLog, StatePool
 from gpukit.launch import IDS
 
 __all__ = [
+    "Inputs",
     "batch",
     "batch_inputs",
     "column_inputs",
     "device_of",
     "float_bits",
     "ids",
+    "keep_apart",
     "layer_of",
     "optional_ids",
     "output_like",
@@ -29,6 +34,7 @@ __all__ = [
 ]
 
 _FLOAT32 = ("float32",)
+_LARGEST = float(np.finfo(np.float32).max)
 # Taps of the convolution in front.
 _TAPS = 4
 
@@ -39,7 +45,14 @@ def float_bits(scale: float) -> int:
 
 
 def output_scale(scale: float | None, pool: StatePool) -> float:
-    return pool.dim**-0.5 if scale is None else float(scale)
+    """The factor of outputs, as fp32 can hold it."""
+    if scale is None:
+        return float(pool.dim**-0.5)
+    if isinstance(scale, bool) or not isinstance(scale, int | float | np.integer | np.floating):
+        raise ArgumentTypeError(f"scale: expected a number, got {type(scale).__name__}")
+    if not abs(scale) <= _LARGEST:
+        raise ArgumentError(f"scale: expected a number within float32, got {scale}")
+    return float(scale)
 
 
 def device_of(array: Any, name: str) -> int:
@@ -92,8 +105,12 @@ def batch(
     return (pointer, seen[0], seen[1]), got
 
 
-def batch_inputs(q: Any, k: Any, v: Any, g: Any, beta: Any, pool: StatePool, device: int) -> tuple[tuple[int, ...], int, int, int]:
-    """Pointers and strides of the inputs as the kernels take them, number of sequences, of tokens and of key heads."""
+# The inputs of an op by name, to be kept apart from what it writes.
+Inputs = tuple[tuple[str, Extent], ...]
+
+
+def batch_inputs(q: Any, k: Any, v: Any, g: Any, beta: Any, pool: StatePool, device: int) -> tuple[tuple[int, ...], Inputs, int, int, int]:
+    """Pointers and strides of the inputs as the kernels take them, their extents, number of sequences, of tokens and of key heads."""
     require(pool, StatePool, "pool")
     refuse_other_device("pool", pool.device, device)
     shape = describe(q, "q")[2]
@@ -112,11 +129,18 @@ def batch_inputs(q: Any, k: Any, v: Any, g: Any, beta: Any, pool: StatePool, dev
     v_part, _ = batch(v, "v", BF16, device, values, f"{values}")
     g_part, _ = batch(g, "g", _FLOAT32, device, values[:3], f"{values[:3]}")
     beta_part, _ = batch(beta, "beta", _FLOAT32, device, values[:3], f"{values[:3]}")
-    return (*q_part, *k_part, *v_part, *g_part, *beta_part), items, tokens, key_heads
+    keys, heads = key_heads * dim, pool.heads * dim
+    extents = tuple(
+        (name, (part[0], itemsize, (items, tokens, width), (part[1], part[2], 1)))
+        for name, part, itemsize, width in (
+            ("q", q_part, 2, keys), ("k", k_part, 2, keys), ("v", v_part, 2, heads), ("g", g_part, 4, pool.heads), ("beta", beta_part, 4, pool.heads),
+        )
+    )  # fmt: skip
+    return (*q_part, *k_part, *v_part, *g_part, *beta_part), extents, items, tokens, key_heads
 
 
-def column_inputs(x: Any, weight: Any, g: Any, beta: Any, pool: StatePool, key_heads: int, device: int) -> tuple[tuple[int, ...], int, int]:
-    """Pointers and strides of raw columns, taps and gates as the kernels take them, number of sequences and of tokens."""
+def column_inputs(x: Any, weight: Any, g: Any, beta: Any, pool: StatePool, key_heads: int, device: int) -> tuple[tuple[int, ...], Inputs, int, int]:
+    """Pointers and strides of raw columns, taps and gates as the kernels take them, their extents, number of sequences and of tokens."""
     shape = describe(x, "x")[2]
     channels = (2 * key_heads + pool.heads) * pool.dim
     x_part, shape = batch(x, "x", BF16, device, (*shape[:1], None, channels), f"(B, T, {channels}), as pool and log say", 8, "channels")
@@ -131,7 +155,31 @@ def column_inputs(x: Any, weight: Any, g: Any, beta: Any, pool: StatePool, key_h
     gates = (items, tokens, pool.heads)
     g_part, _ = batch(g, "g", _FLOAT32, device, gates, f"{gates}")
     beta_part, _ = batch(beta, "beta", _FLOAT32, device, gates, f"{gates}")
-    return (*x_part, weight_at, *g_part, *beta_part), items, tokens
+    extents = (
+        ("x", (x_part[0], 2, (items, tokens, channels), (*x_part[1:], 1))),
+        ("weight", (weight_at, 2, (channels * _TAPS,), (1,))),
+        ("g", (g_part[0], 4, gates, (*g_part[1:], 1))),
+        ("beta", (beta_part[0], 4, gates, (*beta_part[1:], 1))),
+    )
+    return (*x_part, weight_at, *g_part, *beta_part), extents, items, tokens
+
+
+def keep_apart(out_at: int, elements: int, inputs: Inputs, pool: StatePool, log: ReplayLog | None = None, previous: ReplayLog | None = None) -> None:
+    """Raise, if what an op writes shares memory with what it reads, or its outputs with states and logs. `out_at` is 0 for none yet."""
+    written: list[tuple[str, int, int, Callable[[], list[Extent]]]] = [("pool", *pool.span, pool.extents)]
+    if log is not None:
+        written.append(("log", *log.span, log.extents))
+    if out_at and elements:
+        out: Extent = (out_at, 2, (elements,), (1,))
+        for name, own in (("pool", pool), ("log", log), ("previous", previous)):
+            if own is not None and own.span[0] < out_at + 2 * elements and out_at < own.span[1] and any(overlap(out, part) for part in own.extents()):
+                raise ArgumentError(f"out: expected memory apart from {name}, but it overlaps it")
+        written.append(("out", out_at, out_at + 2 * elements, lambda: [out]))
+    for name, extent in inputs:
+        begin, end = span(extent)
+        for other, low, high, parts in written:
+            if begin < high and low < end and any(overlap(extent, part) for part in parts()):
+                raise ArgumentError(f"{other}: expected memory apart from {name}, but it overlaps it")
 
 
 def output_like(out: Any, v: Any, shape: tuple[int, ...], device: int, handle: int) -> tuple[Any, int]:

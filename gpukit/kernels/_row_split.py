@@ -8,6 +8,7 @@ from typing import Any
 from gpukit import arrays
 from gpukit.arrays import describe
 from gpukit.errors import ArgumentError, ArgumentTypeError
+from gpukit.kernels._plans import refuse_overlap
 from gpukit.kernels._tensors import tensor
 
 __all__ = ["FORMATS", "Format", "RowSplit", "planes"]
@@ -100,9 +101,7 @@ def plane(array: Any, name: str, shape: tuple[int, ...], device: int | None, *, 
     return address
 
 
-def code_planes(
-    format: Any, base: Any, high: Any, rows: int, columns: int, device: int, *, name: str = "", written: bool = False
-) -> tuple[int, int]:
+def code_planes(format: Any, base: Any, high: Any, rows: int, columns: int, device: int, *, name: str = "", written: bool = False) -> tuple[int, int]:
     """Addresses of the two planes of bits, 0 for one that the format has not."""
     kind = format_of(format)
     if columns % kind.group:
@@ -125,3 +124,21 @@ def planes(weights: Any, name: str, rows: int, columns: int, device: int, *, wri
     base_at, high_at = code_planes(weights.format, weights.base, weights.high, rows, columns, device, name=f"{name}.", written=written)
     groups = columns // FORMATS[weights.format].group
     return base_at, high_at, plane(weights.scales, f"{name}.scales", (rows, groups), device, dtype="float16", written=written)
+
+
+Block = tuple[str, int, int]
+
+
+def blocks_of(name: str, format: str, rows: int, columns: int, base_at: int, high_at: int, scales_at: int = 0) -> list[Block]:
+    """Name, address and bytes of the planes that are there."""
+    kind = FORMATS[format]
+    groups = rows * (columns // kind.group)
+    found = (("base", base_at, groups * kind.base_bytes), ("high", high_at, groups * kind.high_bytes), ("scales", scales_at, 2 * groups))
+    return [(name + plane, address, size) for plane, address, size in found if address]
+
+
+def keep_apart(written: list[Block], read: list[Block]) -> None:
+    """Raise, if blocks that are written share memory with each other or with what is read."""
+    for i, block in enumerate(written):
+        for other in (*written[:i], *read):
+            refuse_overlap(*block, *other)

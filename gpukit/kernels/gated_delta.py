@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpukit.arrays import ITEMSIZE, Extent, describe, overlap, span
+from gpukit.arrays import ITEMSIZE, describe, overlap
 from gpukit.errors import ArgumentError, ArgumentTypeError, Signal
 from gpukit.kernels._plans import refuse_other_device, signal_pointer
 from gpukit.kernels._recurrent import (
@@ -28,6 +28,7 @@ from gpukit.kernels._recurrent import (
     device_of,
     float_bits,
     ids,
+    keep_apart,
     layer_of,
     optional_ids,
     output_like,
@@ -150,7 +151,7 @@ def direct(
     True
     """
     device = device_of(q, "q")
-    inputs, items, tokens, key_heads = batch_inputs(q, k, v, g, beta, pool, device)
+    inputs, read, items, tokens, key_heads = batch_inputs(q, k, v, g, beta, pool, device)
     layer = layer_of(layer, pool)
     ahead = _ahead(prefetch_layer, layer, pool)
     slots_at, _, id_type, _ = ids(slots, "slots", IDS, items, device)
@@ -161,6 +162,7 @@ def direct(
     scale = output_scale(scale, pool)
     handle = choose(stream, q) if device >= 0 else 0
     out, out_at = output_like(out, v, (items, tokens, pool.heads, pool.dim), device, handle)
+    keep_apart(out_at, items * tokens * pool.heads * pool.dim, read, pool)
     if device < 0:
         return host(
             reference.direct, q, k, v, g, beta, pool, slots, layer=layer, out=out, destination_slots=destination_slots, scale=scale,
@@ -236,7 +238,7 @@ def snapshot(
     [False, False, True, True]
     """
     device = device_of(q, "q")
-    inputs, items, tokens, key_heads = batch_inputs(q, k, v, g, beta, pool, device)
+    inputs, read, items, tokens, key_heads = batch_inputs(q, k, v, g, beta, pool, device)
     layer = layer_of(layer, pool)
     ahead = _ahead(prefetch_layer, layer, pool)
     slots_at, _, id_type, _ = ids(slots, "slots", IDS, items, device)
@@ -244,6 +246,7 @@ def snapshot(
     scale = output_scale(scale, pool)
     handle = choose(stream, q) if device >= 0 else 0
     out, out_at = output_like(out, v, (items, tokens, pool.heads, pool.dim), device, handle)
+    keep_apart(out_at, items * tokens * pool.heads * pool.dim, read, pool)
     if device < 0:
         return host(
             reference.snapshot, q, k, v, g, beta, pool, slots, snapshot_slots, layer=layer, out=out, scale=scale, normalize=normalize,
@@ -334,7 +337,7 @@ def record(
     (True, False, True)
     """
     device = device_of(q, "q")
-    inputs, items, tokens, key_heads = batch_inputs(q, k, v, g, beta, pool, device)
+    inputs, read, items, tokens, key_heads = batch_inputs(q, k, v, g, beta, pool, device)
     layer = layer_of(layer, pool)
     ahead = _ahead(prefetch_layer, layer, pool)
     slots_at, _, id_type, _ = ids(slots, "slots", IDS, items, device)
@@ -343,6 +346,7 @@ def record(
     scale = output_scale(scale, pool)
     handle = choose(stream, q) if device >= 0 else 0
     out, out_at = output_like(out, v, (items, tokens, pool.heads, pool.dim), device, handle)
+    keep_apart(out_at, items * tokens * pool.heads * pool.dim, read, pool, log)
     if device < 0:
         return host(
             reference.record, q, k, v, g, beta, pool, slots, log, layer=layer, out=out, valid=valid, scale=scale, normalize=normalize,
@@ -444,24 +448,21 @@ def conv_record(
     require(pool, StatePool, "pool")
     refuse_other_device("pool", pool.device, device)
     require(log, ReplayLog, "log")
-    inputs, items, tokens = column_inputs(x, weight, g, beta, pool, log.key_heads, device)
+    inputs, read, items, tokens = column_inputs(x, weight, g, beta, pool, log.key_heads, device)
     layer = layer_of(layer, pool)
     ahead = _ahead(prefetch_layer, layer, pool)
-    history_ahead = 0 if prefetch_layer is None else (prefetch_layer - layer) * pool.conv_layer_stride
+    history_ahead = 0 if prefetch_layer is None else (int(prefetch_layer) - layer) * pool.conv_layer_stride
     slots_at, _, id_type, _ = ids(slots, "slots", IDS, items, device)
     key_heads, channels = log.key_heads, (2 * log.key_heads + pool.heads) * pool.dim
     for name, found in (("pool", pool.channels), ("log", log.channels)):
         if found != channels:
             raise ArgumentError(f"{name}: expected {channels} convolution channels like x, got {found}")
     *log_parts, width = _log(log, "log", pool, items, tokens, key_heads, layer, device, "x")
-    columns: Extent = (inputs[0], 2, (items, tokens, channels), (*inputs[1:3], 1))
-    begin, end = span(columns)
-    if log.span[0] < end and begin < log.span[1] and any(overlap(part, columns) for part in log.extents()):
-        raise ArgumentError("log: expected memory apart from x, but it overlaps it")
     valid_at, valid_bytes = optional_ids(valid, "valid", items, device)
     scale = output_scale(scale, pool)
     handle = choose(stream, x) if device >= 0 else 0
     out, out_at = output_like(out, x, (items, tokens, pool.heads, pool.dim), device, handle)
+    keep_apart(out_at, items * tokens * pool.heads * pool.dim, read, pool, log)
     if device < 0:
         return host(
             reference.conv_record, x, weight, g, beta, pool, slots, log, layer=layer, out=out, valid=valid, scale=scale, normalize=normalize,
@@ -554,7 +555,7 @@ def fold_record(
     True
     """
     device = device_of(q, "q")
-    inputs, items, tokens, key_heads = batch_inputs(q, k, v, g, beta, pool, device)
+    inputs, read, items, tokens, key_heads = batch_inputs(q, k, v, g, beta, pool, device)
     layer = layer_of(layer, pool)
     ahead = _ahead(prefetch_layer, layer, pool)
     slots_at, _, id_type, _ = ids(slots, "slots", IDS, items, device)
@@ -566,6 +567,7 @@ def fold_record(
     scale = output_scale(scale, pool)
     handle = choose(stream, q) if device >= 0 else 0
     out, out_at = output_like(out, v, (items, tokens, pool.heads, pool.dim), device, handle)
+    keep_apart(out_at, items * tokens * pool.heads * pool.dim, read, pool, log, previous)
     if device < 0:
         return host(
             reference.fold_record, q, k, v, g, beta, pool, slots, previous, accepted, log, layer=layer, out=out, valid=valid, scale=scale,

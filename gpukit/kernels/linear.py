@@ -186,6 +186,7 @@ def embed(ids: Any, table: Any, *, out: Any = None, stream: Any = None, signal: 
         result = tensor(out, "out", BF16, (2,), device, written=True)
         like_shape(result[1], "out", shape, "ids and table")
         refuse_overlap("out", result, "table", rows)
+        refuse_overlap("out", result, "ids", (ids_at, (tokens,), (1,), id_type, device))
     if device < 0:
         out = arrays.empty(shape, dtype, table) if out is None else out
         return host(reference.embed, ids, table, out, signal=signal)

@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from gpukit import arrays
+from gpukit.arrays import ITEMSIZE
 from gpukit.errors import ArgumentError, Signal
 from gpukit.kernels._plans import allocate, blocks_for, signal_pointer
-from gpukit.kernels._row_split import FORMATS, Format, RowSplit, code_planes, format_of, plane, planes
+from gpukit.kernels._row_split import FORMATS, Format, RowSplit, blocks_of, code_planes, format_of, keep_apart, plane, planes
 from gpukit.kernels._tensors import BF16, Tensor, tensor
 from gpukit.kernels.reference import row_split as reference
 from gpukit.launch import Kernel, host, nothing, operation
@@ -31,9 +32,7 @@ _MOST_BLOCKS = 2**31 - 1
 
 
 @operation
-def pack_codes(
-    codes: Any, format: str, *, base: Any = None, high: Any = None, stream: Any = None, signal: Signal | None = None
-) -> tuple[Any, Any]:
+def pack_codes(codes: Any, format: str, *, base: Any = None, high: Any = None, stream: Any = None, signal: Signal | None = None) -> tuple[Any, Any]:
     """Lay codes into the planes of a format.
 
     Parameters
@@ -79,6 +78,7 @@ def pack_codes(
     handle = choose(stream, codes) if device >= 0 else 0
     if base is not None or high is not None:
         base_at, high_at = code_planes(format, base, high, rows, columns, device, written=True)
+        keep_apart(blocks_of("", format, rows, columns, base_at, high_at), [("codes", address, rows * columns)])
     elif device < 0:
         base, high = _new_planes(kind, rows, groups, codes)
     else:
@@ -134,6 +134,8 @@ def unpack_codes(base: Any, high: Any, format: str, *, out: Any = None, stream: 
     base_at, high_at = code_planes(format, base, high, rows, columns, device)
     handle = choose(stream, base) if device >= 0 else 0
     out, out_at = _output(out, (rows, columns), "int8", base, device, handle)
+    if out_at:
+        keep_apart([("out", out_at, rows * columns)], blocks_of("", format, rows, columns, base_at, high_at))
     if device < 0:
         return host(reference.unpack_codes, base, high, format, out)
     if signal is not None:
@@ -193,6 +195,8 @@ def quantize(values: Any, format: str, *, out: RowSplit | None = None, stream: A
     handle = choose(stream, values) if device >= 0 else 0
     if out is not None:
         base_at, high_at, scales_at = planes(out, "out", rows, columns, device, written=True)
+        own = blocks_of("out.", format, rows, columns, base_at, high_at, scales_at)
+        keep_apart(own, [("values", address, rows * columns * ITEMSIZE[dtype])])
     elif device < 0:
         out = RowSplit.empty(format, rows, columns, values)
     else:
@@ -251,6 +255,8 @@ def dequantize(weights: RowSplit, *, out: Any = None, stream: Any = None, signal
     base_at, high_at, scales_at = planes(weights, "weights", rows, columns, device)
     handle = choose(stream, weights.base) if device >= 0 else 0
     out, out_at = _output(out, (rows, columns), "float32", weights.base, device, handle)
+    if out_at:
+        keep_apart([("out", out_at, 4 * rows * columns)], blocks_of("weights.", weights.format, rows, columns, base_at, high_at, scales_at))
     if device < 0:
         return host(reference.dequantize, weights.base, weights.high, weights.scales, weights.format, out)
     if signal is not None:

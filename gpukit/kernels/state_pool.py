@@ -84,6 +84,9 @@ class StatePool:
             if conv_shape[:3] != (self.layers, self.slots, TAPS) or self.channels % 8:
                 raise ArgumentError(f"conv: expected shape ({self.layers}, {self.slots}, {TAPS}, multiple of 8), got {conv_shape}")
             self.conv_layer_stride, self.conv_slot_stride = conv_strides[:2]
+            states, histories = self.extents()
+            if overlap(states, histories):
+                raise ArgumentError("conv: expected memory of its own, but it overlaps rec")
         self.span = _hull(self.extents())
 
     @classmethod

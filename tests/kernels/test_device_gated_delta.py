@@ -29,6 +29,7 @@ TOKENS = tokens_of(2, 3, 1, 2, 64)
 POOL = StatePool.allocate(2, 4, 2, 64)
 LOG = ReplayLog.allocate(2, 2, 3, 1, 2, 64)
 SLOTS = np.array([1, 2])
+SHARED_V = np.array(TOKENS["v"])
 VALUE, TYPE = ArgumentError, ArgumentTypeError
 
 
@@ -78,6 +79,15 @@ BAD_CALLS = [
     (lambda: direct(out=np.zeros((2, 3, 2, 64), np.float32)), TYPE, "out: expected dtype bfloat16 or uint16, got float32"),
     (lambda: direct(out=np.zeros((2, 3, 2, 65), np.uint16)), VALUE, r"out: expected shape \(2, 3, 2, 64\), got \(2, 3, 2, 65\)"),
     (lambda: direct(out=np.zeros((2, 3, 2, 128), np.uint16)[..., ::2]), VALUE, "out: expected a contiguous array"),
+    (lambda: direct(out=SHARED_V, v=SHARED_V), VALUE, "out: expected memory apart from v, but it overlaps it"),
+    (lambda: record(out=SHARED_V, v=SHARED_V), VALUE, "out: expected memory apart from v, but it overlaps it"),
+    (lambda: direct(out=POOL.rec.view(np.uint16).reshape(-1)[:768].reshape(2, 3, 2, 64)), VALUE, "out: expected memory apart from pool"),
+    (lambda: record(out=LOG.v.view(np.uint16)[1].reshape(2, 3, 2, 64)), VALUE, "out: expected memory apart from log"),
+    (lambda: record(k=LOG.k.view(np.uint16)[1]), VALUE, "log: expected memory apart from k, but it overlaps it"),
+    (lambda: direct(scale="1"), TYPE, "scale: expected a number, got str"),
+    (lambda: direct(scale=1e300), VALUE, "scale: expected a number within float32, got 1e.300"),
+    (lambda: direct(scale=float("nan")), VALUE, "scale: expected a number within float32, got nan"),
+    (lambda: direct(prefetch_layer=2), VALUE, "prefetch_layer: expected at most 1"),
     (lambda: record(log=ReplayLog.allocate(2, 2, 2, 1, 2, 64)), VALUE, "q: expected at most 2 tokens, of log's width and 16, got 3"),
     (lambda: record(log=ReplayLog.allocate(2, 1, 3, 1, 2, 64)), VALUE, "log: expected 2 layers and at least 2 rows, got 2 and 1"),
     (lambda: record(log=ReplayLog.allocate(2, 2, 3, 2, 2, 64)), VALUE, "log: expected 1 key heads and 2 value heads of 64, got 2 and 2 of 64"),
@@ -104,6 +114,21 @@ def test_bad_arguments_are_named_and_nothing_is_written(call: Any, kind: type[Ex
     with pytest.raises(kind, match=message):
         call()
     assert not POOL.rec.any() and not LOG.k.any() and not LOG.v.any() and not LOG.gates.any()
+
+
+def test_histories_inside_the_states_are_refused() -> None:
+    memory = np.zeros(4 * 64 * 64 * 4 + 64, np.uint8)
+    rec = memory[: 4 * 64 * 64 * 4].view(np.float32).reshape(1, 4, 1, 64, 64)
+    conv = memory[: 4 * 3 * 8 * 2].view(np.uint16).reshape(1, 4, 3, 8)
+    with pytest.raises(ArgumentError, match="conv: expected memory of its own, but it overlaps rec"):
+        StatePool(rec, conv)
+
+
+def test_what_is_padding_stands_in_nobodys_way() -> None:
+    pool = StatePool(np.ones((1, 4, 2, 64, 64), np.float32))
+    signal = Signal()
+    direct(pool=pool, layer=0, slots=np.array([2, 1]), destination_slots=np.array([-1, 2]), signal=signal)
+    assert signal.counts() == {} and (pool.rec[0, [0, 1, 3]] == 1).all() and not (pool.rec[0, 2] == 1).all()
 
 
 def test_an_empty_batch_gives_an_empty_array() -> None:
@@ -270,6 +295,24 @@ def test_what_is_skipped_is_counted_and_leaves_everything_alone(card: Any) -> No
     )  # fmt: skip
     assert signal.counts() == {"out_of_range": 3, "occupied": 2}
     assert np.array_equal(host(card, pool.rec), before) and not host(card, out).any()
+
+
+@pytest.mark.gpu
+def test_who_stands_in_whose_way_is_as_in_the_reference(card: Any) -> None:
+    before, batch = states_of((1, 4, 2, 64, 64)), tokens_of(2, 1, 1, 2, 64)
+    for op, name, destinations in (
+        (gated_delta.direct, "destination_slots", np.array([-1, 2])),
+        (gated_delta.snapshot, "snapshot_slots", np.array([[9], [2]])),
+        (gated_delta.snapshot, "snapshot_slots", np.array([[-1], [2]])),
+    ):
+        slots, found = np.array([2, 1]), []
+        for make, read in ((np.array, np.asarray), (card.array, card.host)):
+            pool, out = StatePool(make(before)), make(np.full(batch["v"].shape, 7, np.uint16))
+            signal = Signal() if read is np.asarray else Signal(like=pool.rec)
+            inputs = {key: make(array) for key, array in batch.items()}
+            op(**inputs, pool=pool, slots=make(slots), layer=0, out=out, signal=signal, **{name: make(destinations)})
+            found.append((signal.counts(), (read(pool.rec) != before).any(axis=(0, 2, 3, 4)).tolist()))
+        assert found[0] == found[1], (name, found)
 
 
 @pytest.mark.gpu

@@ -238,3 +238,9 @@ def test_prepared_and_captured_calls_equal_eager_ones(card: Any, name: str) -> N
     ways = twice_three_ways(card, "linear", getattr(ops, name), arrays, lambda a: (tuple(a[key] for key in inputs), {"out": a["out"]}))
     require_same(ways)
     assert ways[0]["out"].any()
+
+
+def test_rows_over_their_ids_are_refused() -> None:
+    memory = np.zeros(8, np.int64)
+    with pytest.raises(ArgumentError, match="out: expected memory apart from ids"):
+        ops.embed(memory[:2], np.zeros((3, 4), np.uint16), out=memory.view(np.uint16)[:8].reshape(2, 4))

@@ -147,3 +147,15 @@ def test_bad_device_arguments_are_named(card: Any) -> None:
     with pytest.raises(ArgumentTypeError, match="out.base: expected an array in device 0 like the first argument, got one in host memory"):
         quantize(card.array(VALUES), "q4", out=Q4)
     assert not raw.any()
+
+
+def test_planes_that_share_memory_are_refused() -> None:
+    codes, memory = np.zeros((2, 64), np.int8), np.zeros((2, 1, 48), np.uint8)
+    base, high = memory[..., :32].copy(), np.zeros((2, 1, 16), np.uint8)
+    with pytest.raises(ArgumentError, match="base: expected an array apart from codes"):
+        pack_codes(codes, "q6", base=codes.view(np.uint8).reshape(-1)[:64].reshape(2, 1, 32), high=high)
+    with pytest.raises(ArgumentError, match="high: expected an array apart from base"):
+        pack_codes(codes, "q6", base=base, high=base.reshape(-1)[:32].reshape(2, 1, 16))
+    with pytest.raises(ArgumentError, match="out: expected an array apart from base"):
+        planes = np.zeros(128, np.uint8)
+        unpack_codes(planes[:64].reshape(2, 1, 32), None, "q4", out=planes.view(np.int8).reshape(2, 64))

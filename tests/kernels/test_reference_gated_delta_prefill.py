@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from gpukit import Signal
+from gpukit.errors import ArgumentError
 from gpukit.kernels import gated_delta, gated_delta_prefill
 from gpukit.kernels.state_pool import StatePool
 from tests.helpers.bf16 import bits, check, numbers
@@ -100,3 +101,17 @@ def test_offsets_that_are_none_skip_every_sequence(offsets: tuple[int, ...]) -> 
     )
     assert signal.counts() == {"out_of_range": 2}
     assert np.array_equal(pool.rec, before) and not out.any()
+
+
+def test_offsets_that_wrap_are_bad_ones() -> None:
+    pool, batch, signal = pool_of(4, 2, 64), packed(5, 1, 2, 64), Signal()
+    before, offsets = pool.rec.copy(), np.array([0, 2**63 - 1, -(2**63), -1, 5])
+    gated_delta_prefill.prefill(**batch, pool=pool, slots=np.arange(4), cu_seqlens=offsets, layer=0, signal=signal)
+    assert signal.counts() == {"out_of_range": 4} and np.array_equal(pool.rec, before)
+
+
+def test_outputs_over_inputs_are_refused() -> None:
+    pool, batch = pool_of(2, 2, 64), packed(5, 1, 2, 64)
+    v = np.array(batch["v"])
+    with pytest.raises(ArgumentError, match="out: expected memory apart from v, but it overlaps it"):
+        gated_delta_prefill.prefill(**{**batch, "v": v}, pool=pool, slots=np.array([0]), cu_seqlens=np.array([0, 5]), layer=0, out=v)

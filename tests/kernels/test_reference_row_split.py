@@ -102,7 +102,7 @@ def test_groups_with_other_codes_are_counted_and_left(name: str) -> None:
 @given(data=st.data())
 def test_the_encoder_equals_exact_fractions(name: str, data: st.DataObject) -> None:
     kind = FORMATS[name]
-    number = st.floats(-60000 * kind.most, 60000 * kind.most, width=32) | st.floats(-2.0**-10, 2.0**-10, width=32) | st.just(-0.0)
+    number = st.floats(-60000 * kind.most, 60000 * kind.most, width=32) | st.floats(-(2.0**-10), 2.0**-10, width=32) | st.just(-0.0)
     values = np.array(data.draw(st.lists(number, min_size=kind.group, max_size=kind.group)), np.float32)[None]
     if data.draw(st.booleans()):
         values *= np.float32(2.0 ** data.draw(st.integers(-40, -4)))

@@ -266,3 +266,10 @@ def test_argmax_columns_against_a_loop() -> None:
 def test_a_workspace_is_zeros_of_three_words_a_row() -> None:
     made = speculative.workspace(5)
     assert made.shape == (15,) and made.dtype == np.int64 and not made.any()
+
+
+def test_ids_of_two_widths_wrap_like_the_devices() -> None:
+    targets, ids = np.full((1, 2), 2**40 + 5), np.zeros((1, 2), np.int64)
+    lengths, anchors, rows = np.array([3]), np.array([1], np.int32), np.zeros((1, 3), np.int32)
+    speculative.accept_greedy(targets, ids, lengths, anchors, slots=np.array([2**33 + 1]), rows=rows)
+    assert lengths.tolist() == [4] and anchors.tolist() == [5] and rows.tolist() == [[1, 1, 1]]

@@ -40,7 +40,7 @@ __device__ __forceinline__ void direct(
 #pragma unroll 1
         for (int t = 0; t < per_item; t++) {
             const int64 to = load_id(destination, id_bytes, first_id + t);
-            taken |= to >= 0 && is_taken(source, destination, id_bytes, batch.items, per_item, states.slots, place.item, to);
+            taken |= to >= 0 && is_taken(source, destination, id_bytes, batch.items, per_item, snapshots, states.slots, place.item, to);
         }
         if (taken) {
             if (place.is_first())

@@ -363,10 +363,10 @@ struct States {
     }
 };
 
-// Whether slot `to` of an item is the source or one of the `per_item` destinations of another item: neither must be written then. The same
-// in every thread of a warp.
+// Whether slot `to` of an item is the source or a destination of another item: neither must be written then. An item that is padding or refused
+// for its only destination stands in nobody's way; of several, the others count. The same in every thread of a warp.
 __device__ __forceinline__ bool is_taken(
-    const void* source, const void* destination, int64 id_bytes, int64 items, int64 per_item, int64 slots, int64 item, int64 to)
+    const void* source, const void* destination, int64 id_bytes, int64 items, int64 per_item, bool are_several, int64 slots, int64 item, int64 to)
 {
     bool taken = false;
 #pragma unroll 1
@@ -374,7 +374,7 @@ __device__ __forceinline__ bool is_taken(
         const int64 other = i / per_item;
         const int64 s = load_id(source, id_bytes, other);
         const int64 d = load_id(destination, id_bytes, i);
-        taken |= other != item && s >= 0 && s < slots && d < slots && (s == to || d == to);
+        taken |= other != item && s >= 0 && s < slots && (are_several || (d >= 0 && d < slots)) && (s == to || d == to);
     }
     return __any_sync(0xffffffffu, taken);
 }

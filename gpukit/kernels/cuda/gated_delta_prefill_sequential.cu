@@ -40,7 +40,7 @@ __device__ __forceinline__ void prefill(
             count(signal, OUT_OF_RANGE);
         return clear_outputs(batch, place, 0);
     }
-    if (is_taken(source, destination, id_bytes, offsets.sequences, 1, states.slots, sequence, to)) {
+    if (is_taken(source, destination, id_bytes, offsets.sequences, 1, false, states.slots, sequence, to)) {
         if (place.is_first())
             count(signal, OCCUPIED);
         return clear_outputs(batch, place, 0);

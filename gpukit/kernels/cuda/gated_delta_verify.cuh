@@ -693,7 +693,7 @@ __device__ __forceinline__ void record(
     if constexpr (folds) {
         if (threadIdx.x / 16 < found.m)
             part.load(source_of<DIM>(previous, place, place.item, threadIdx.x / 16));
-        if (batch.items > 1 && is_taken(source, source, id_bytes_of(flags, WIDE_SLOTS), batch.items, 1, states.slots, place.item, found.slot)) {
+        if (batch.items > 1 && is_taken(source, source, id_bytes_of(flags, WIDE_SLOTS), batch.items, 1, false, states.slots, place.item, found.slot)) {
             if (place.is_first())
                 count(signal, OCCUPIED);
             return clear_outputs(batch, place, 0);
@@ -839,7 +839,7 @@ __device__ __forceinline__ void record_exactly(
         Part<DIM, TILE, false> part{};
         if (logged.mine() < found.m)
             part.load(source_of<DIM>(previous, place, place.item, logged.mine()));
-        if (batch.items > 1 && is_taken(source, source, id_bytes, batch.items, 1, states.slots, place.item, found.slot)) {
+        if (batch.items > 1 && is_taken(source, source, id_bytes, batch.items, 1, false, states.slots, place.item, found.slot)) {
             if (place.is_first())
                 count(signal, OCCUPIED);
             return clear_outputs(batch, place, 0);

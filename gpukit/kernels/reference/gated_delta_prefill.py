@@ -40,7 +40,7 @@ def prefill(
     states, bits = pool.rec[layer], out.view(np.uint16)
     bits[...] = 0
     padding = (sources < 0) | (destinations < 0)
-    if offsets[0] < 0 or offsets[-1] > len(q) or (np.diff(offsets) < 0).any():
+    if offsets[0] < 0 or offsets[-1] > len(q) or (offsets[1:] < offsets[:-1]).any():
         add(signal, "out_of_range", ~padding)
         return out
     usable = ~padding & (sources < pool.slots) & (destinations < pool.slots)

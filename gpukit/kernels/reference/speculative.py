@@ -18,11 +18,11 @@ def prepare_verify(anchors: Array, drafts: Array, lengths: Array, starts: Array 
     positions[...] = np.where(length[:, None] < 0, -1, length[:, None] + np.arange(tokens))
     ids[...] = padding
     for row in np.flatnonzero(length >= 0):
-        ids[row, 0] = anchors[row]
+        ids[row, 0] = anchors[row].astype(ids.dtype)
         start = 0 if starts is None else int(starts[row])
         for token in range(1, tokens):
             if 0 <= start + token - 1 < width:
-                ids[row, token] = drafts[row, start + token - 1]
+                ids[row, token] = drafts[row, start + token - 1].astype(ids.dtype)
 
 
 def _live_tokens(lengths: Array, valid: Array | None, tokens: int, signal: Signal | None) -> Array:
@@ -52,13 +52,13 @@ def _settle(
         accepted[row] = produced
         if emitted is not None:
             emitted[row] = -1
-            emitted[row, :produced] = targets[row, :produced]
+            emitted[row, :produced] = targets[row, :produced].astype(emitted.dtype)
         if rows is not None:
-            slot = row if slots is None else slots[row]
+            slot = row if slots is None else slots[row].astype(rows.dtype)
             rows[row] = slot, slot, produced
         if produced:
             lengths[row] += produced
-            anchors[row] = targets[row, produced - 1]
+            anchors[row] = targets[row, produced - 1].astype(anchors.dtype)
     return accepted
 
 
