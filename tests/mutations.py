@@ -291,7 +291,7 @@ MUTATIONS = [
         _TUNING,
         "a dropped graph closes itself, as soon as the collector comes by",
     ),
-    Mutation("a result of another geometry is used again", TUNE, '"geometry": dict(geometry or {}),', '"geometry": {},', _TUNING),
+    Mutation("a result of another geometry is used again", TUNE, '"geometry": dict(geometry),', '"geometry": {},', _TUNING),
     Mutation("a suspended phase keeps its reserve", TUNE, "phase in self.plan.suspend", "False", _TUNING),
     Mutation(
         "decode alone is judged",

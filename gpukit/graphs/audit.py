@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from gpukit.graphs import driver
-from gpukit.graphs.window import AccessWindow, Plan, Region
+from gpukit.graphs.window import AccessWindow, Plan, Region, require_regions
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -121,10 +121,12 @@ def audit(graph: Any, *, regions: Mapping[str, Region] | None = None, plan: Plan
     Raises
     ------
     ArgumentError
-        The object is no graph, or torch has thrown it away.
+        The object is no graph, or torch has thrown it away; or `regions` holds something else than regions.
     DeviceError
         The driver refused.
     """
+    if regions:
+        regions = require_regions(regions)
     nodes: list[AuditedNode] = []
     others: Counter[str] = Counter()
     for kind, node in driver.walk(driver.graph_handle(graph)):

@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpukit.devices import DeviceProperties
+from gpukit.errors import ArgumentError
+from gpukit.graphs import _checks
 from gpukit.graphs.result import PUBLISHED_NAME
-from gpukit.graphs.window import Recipe, Region
+from gpukit.graphs.window import Recipe, Region, require_regions
 
 __all__ = ["candidates"]
 
@@ -46,16 +48,33 @@ def candidates(
     list of Recipe
         For each region and reserve: the whole region at the ratio that the reserve holds, and its first bytes, as many as the reserve, at ratio 1.
 
+    Raises
+    ------
+    ArgumentError
+        No regions, a `pool` or `options` of a region that is not there, or a type that an argument cannot have; a lone text is no sequence.
+
     Examples
     --------
     >>> h200 = DeviceProperties(0, "H200", (9, 0), 132, 150 << 30, 62_914_560, 39_321_600, 134_217_728)
     >>> [recipe.name for recipe in candidates({"states": Region(4096, 64 << 20)}, h200, reserves=[8 << 20])]
     ['published', 'maximum reserve, nothing pinned', 'states, 8.0 MiB', 'states, first 8.0 MiB']
     """
+    regions = require_regions(regions)
+    options = _checks.mapping({} if options is None else options, "options")
+    for argument, names in (("pool", () if pool is None else (pool,)), ("options", options)):
+        for name in names:
+            if name not in regions:
+                raise ArgumentError(f"{argument}: expected one of {', '.join(regions)}, got {name!r}")
+    for own in options.values():
+        _checks.mapping(own, "options")
+    nodes = _checks.texts(nodes, "nodes")
+    hints = [_checks.mapping(own, "hints") for own in _checks.items(hints, "hints")]
+    if reserves is not None:
+        reserves = [_checks.whole(size, "reserves") for size in _checks.items(reserves, "reserves")]
     most = properties.persisting_l2_max
-    told = {name: dict((options or {}).get(name, {})) for name in regions}
+    told = {name: dict(options.get(name, {})) for name in regions}
     sizes = list(reserves) if reserves is not None else [most // 5 >> 20 << 20, most // 3 >> 20 << 20, 2 * most // 3 >> 20 << 20, most]
-    published = pool or next(iter(regions))
+    published = next(iter(regions)) if pool is None else pool
     found = [Recipe(PUBLISHED_NAME, published, options=told.get(published, {}))]
     if most:
         found.append(Recipe("maximum reserve, nothing pinned", reserve=most))
@@ -72,7 +91,7 @@ def candidates(
             if size < region.size:
                 found.append(Recipe(part, name, size=size, reserve=size, options=told[name]))
             if nodes:
-                found.append(Recipe(f"{text}, on {', '.join(nodes)}", name, reserve=size, nodes=tuple(nodes), options=told[name]))
+                found.append(Recipe(f"{text}, on {', '.join(nodes)}", name, reserve=size, nodes=nodes, options=told[name]))
     found += [Recipe(_words(own), options=dict(own)) for own in hints]
     return found
 

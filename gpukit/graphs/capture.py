@@ -181,6 +181,8 @@ class Graph:
         self._executable = executable
 
     def __enter__(self) -> Graph:
+        # Raises for a closed one, which could launch nothing in the block.
+        _ = self.handle
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gpukit.errors import ArgumentError
 from gpukit.pictures import require
 from gpukit.terminal import console, refusals
 
@@ -94,12 +95,21 @@ def tune(
     plot: Annotated[Path | None, typer.Option(help="Draw the sweep into this file.")] = None,
 ) -> None:
     """Measure which L2 plan, if any, makes a round faster in total, and say so only if it is beyond doubt."""
+    from gpukit.graphs import _checks
+    from gpukit.graphs.result import read_result
     from gpukit.graphs.tune import tune as measure
 
     terminal = console(stderr=True)
     with refusals():
         if plot is not None:
             require(plot)
+            _checks.writable(plot, "plot")
+        if out is not None and out.exists():
+            read_result(out, "out")
+        elif out is not None:
+            _checks.writable(out, "out")
+        if raw is not None and raw.exists() and not raw.is_dir():
+            raise ArgumentError(f"raw: expected a directory, got {raw}")
         made = _build(name, weights, prefill, decodes, layers, slots, device)
         status = terminal.status("") if terminal.is_terminal else None
         if status is not None:

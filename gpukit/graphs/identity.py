@@ -11,7 +11,8 @@ import numpy as np
 
 from gpukit import arrays, devices
 from gpukit.arrays import ITEMSIZE
-from gpukit.errors import ArgumentError
+from gpukit.errors import ArgumentError, ArgumentTypeError
+from gpukit.graphs import _checks
 
 __all__ = ["Identity", "compare_outputs", "digest"]
 
@@ -26,10 +27,12 @@ def digest(outputs: Iterable[Any]) -> str:
     """
     found = hashlib.sha256()
     for array in outputs:
-        pointer, dtype, shape, strides, device, _ = arrays.describe(array)
+        pointer, dtype, shape, strides, device, _ = arrays.describe(array, "outputs")
         found.update(f"{dtype}{tuple(shape)}".encode())
         if device < 0:
             found.update(np.ascontiguousarray(array).tobytes())
+        elif dtype not in ITEMSIZE:
+            raise ArgumentTypeError(f"outputs: expected dtype {', '.join(ITEMSIZE)}, got {dtype}")
         else:
             found.update(_bytes_of(pointer, ITEMSIZE[dtype], tuple(shape), strides, device))
     return found.hexdigest()
@@ -97,6 +100,7 @@ def compare_outputs(run: Callable[[str, Any], Iterable[Any]], plans: Sequence[st
     >>> print(compare_outputs(lambda plan, seed: [np.zeros(3)], ["stock"], [3, 4]))
     stock: 2 inputs, but 1 different outputs
     """
+    plans, inputs = _checks.texts(plans, "plans"), _checks.items(inputs, "inputs")
     if not plans or len(set(inputs)) < 2 or len(set(inputs)) < len(inputs):
         raise ArgumentError(f"plans, inputs: expected at least one plan and two different inputs, got {list(plans)} and {list(inputs)}")
     stock = plans[0]

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from gpukit import devices, streams
-from gpukit.errors import ArgumentError
-from gpukit.graphs import driver
+from gpukit.errors import ArgumentError, ArgumentTypeError
+from gpukit.graphs import _checks, driver
 from gpukit.graphs.reservation import Reservation
 from gpukit.graphs.window import AccessWindow, Plan, admit
 
@@ -41,6 +41,7 @@ def installed(window: AccessWindow | None, stream: Any, *, device: int = 0, guar
     DeviceError
         The driver refused.
     """
+    _require_window(window)
     handle = streams.handle_of(stream)
     if guard:
         window = admit(window, device)
@@ -137,8 +138,11 @@ def set_windows(
     Raises
     ------
     ArgumentError
-        No kernel has such a name: a misspelled one would silently do nothing.
+        No kernel has such a name, because a misspelled one would silently do nothing; or `nodes` is a lone text, whose letters they would be.
     """
+    _require_window(window)
+    if nodes is not None and not callable(nodes):
+        nodes = _checks.texts(nodes, "nodes")
     if guard and window is not None and admit(window, device) is None:
         return 0
     found = driver.kernel_nodes(driver.graph_handle(graph))
@@ -149,6 +153,11 @@ def set_windows(
     for node in chosen:
         driver.set_node_window(node.handle, window)
     return len(chosen)
+
+
+def _require_window(window: Any) -> None:
+    if window is not None and not isinstance(window, AccessWindow):
+        raise ArgumentTypeError(f"window: expected an AccessWindow or None, got {type(window).__name__}")
 
 
 def _is_chosen(nodes: tuple[str, ...] | Callable[[int, str], bool] | None, position: int, name: str) -> bool:

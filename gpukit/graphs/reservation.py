@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpukit.errors import ArgumentError, ArgumentTypeError, DeviceError
+from gpukit.graphs import _checks
 from gpukit.graphs.driver import CudaLimits, LimitDriver
 
 __all__ = ["Limits", "Reservation", "break_even_us"]
@@ -224,7 +225,7 @@ class Reservation:
     Raises
     ------
     ArgumentError
-        The size is not at least 1.
+        The size is not at least 1, or an argument has a type that it cannot have.
     DeviceError
         The driver refused: more than the device has, or a failed switch to it. Nothing has changed.
 
@@ -251,6 +252,9 @@ class Reservation:
     """
 
     def __init__(self, size: int | None = None, device: int = 0, *, limits: Limits | None = None):
+        if limits is not None and not isinstance(limits, Limits):
+            raise ArgumentTypeError(f"limits: expected a Limits or None, got {type(limits).__name__}")
+        device = _checks.whole(device, "device")
         self.device = device
         self._limits = _LIMITS if limits is None else limits
         self._key = self._limits.new_key()
@@ -288,8 +292,7 @@ class Reservation:
         DeviceError
             The driver refused.
         """
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise ArgumentTypeError(f"size: expected an integer, got {type(size).__name__}")
+        size = _checks.integer(size, "size")
         if size < 1:
             raise ArgumentError(f"size: expected at least 1 byte, got {size}; release() gives a request back")
         with self._state:
@@ -376,6 +379,9 @@ class Reservation:
             raise ArgumentError(f"reservation: expected an open one, got one that is {self._closed}")
 
     def __enter__(self) -> Reservation:
+        # The block would run without the reserve that it was written for.
+        with self._state:
+            self._require_open()
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -397,6 +403,7 @@ def break_even_us(cost_us: float, tax: float) -> float:
     >>> round(break_even_us(30, 0.1))
     300
     """
-    if not (tax > 0 and cost_us >= 0):
-        raise ArgumentError(f"cost_us, tax: expected at least 0 and a number above 0, got {cost_us} and {tax}")
+    cost_us, tax = _checks.number(cost_us, "cost_us", 0), _checks.number(tax, "tax", 0)
+    if tax == 0:
+        raise ArgumentError("tax: expected a number above 0, got 0")
     return cost_us / tax

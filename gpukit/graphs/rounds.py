@@ -17,6 +17,7 @@ from typing import Any
 from gpukit import devices
 from gpukit.arrays import ITEMSIZE, contiguous_strides
 from gpukit.errors import ArgumentError, DeviceError
+from gpukit.graphs import _checks
 from gpukit.graphs.candidates import candidates
 from gpukit.graphs.capture import Graph, capture
 from gpukit.graphs.tune import Built
@@ -59,8 +60,8 @@ class RoundOptions:
     device: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.layers, self.slots, self.rounds, self.decodes) < 1 or min(self.weights, self.prefill) < 0:
-            raise ArgumentError(f"options: expected numbers from 1, and bytes from 0, got {self}")
+        for name in ("layers", "slots", "rounds", "decodes", "weights", "prefill", "device"):
+            _checks.whole(getattr(self, name), name, 0 if name in ("weights", "prefill", "device") else 1)
 
     @property
     def phases(self) -> dict[str, int]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import statistics
 import tempfile
 import warnings
@@ -16,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 from gpukit import devices
 from gpukit.devices import DeviceProperties
-from gpukit.errors import ArgumentError, DeviceError
-from gpukit.graphs import driver
+from gpukit.errors import ArgumentError, ArgumentTypeError, DeviceError
+from gpukit.graphs import _checks, driver
 from gpukit.graphs.audit import audit
 from gpukit.graphs.candidates import candidates
 from gpukit.graphs.capture import Graph
 from gpukit.graphs.identity import compare_outputs
 from gpukit.graphs.reservation import Reservation
-from gpukit.graphs.result import NULL_NAME, PUBLISHED_NAME, STOCK_NAME, TOTAL, ZERO_NAME, Row, TuneResult
-from gpukit.graphs.window import Plan, Recipe, Region, load_plan
+from gpukit.graphs.result import NULL_NAME, PUBLISHED_NAME, STOCK_NAME, TOTAL, ZERO_NAME, Row, TuneResult, read_result
+from gpukit.graphs.window import Plan, Recipe, Region, load_plan, require_regions
 
 if TYPE_CHECKING:
     from gpukit.measure import Analysis, Replication
@@ -214,7 +215,8 @@ def tune(
     confirm : bool
         Measure the best once more, against stock and the controls alone, in ladders of their own: the best of many looks better than it is.
     seeds : sequence of int
-        Inputs of the bit-identity gate, which is passed before anything is measured, if `Built` has outputs; none to leave it out.
+        Inputs of the bit-identity gate, which is passed before anything is measured, if `Built` has outputs: two different ones or more, or
+        none to leave it out.
     geometry : mapping, optional
         Whatever else the result depends on, in plain types: shapes, batch.
     folder : path, optional
@@ -234,7 +236,8 @@ def tune(
     Raises
     ------
     ArgumentError
-        Phases, recipes or numbers that do not fit each other.
+        Phases, recipes, numbers, types or files that do not fit, found before anything is built; or `build_graph` returned no `Built` of all
+        phases.
     DeviceError
         The bit-identity gate was not passed, or the driver refused.
 
@@ -242,21 +245,34 @@ def tune(
     -----
     The device's persisting limit is what it was before, whatever happens. Other work on the device would be measured too.
     """
-    if not phases or any(runs < 1 for runs in phases.values()) or TOTAL in phases:
-        raise ArgumentError(f"phases: expected names other than {TOTAL} with at least 1 run each, got {dict(phases)}")
-    if ladders < 2:
+    if not callable(build_graph):
+        raise ArgumentTypeError(f"build_graph: expected a callable, got {type(build_graph).__name__}")
+    if progress is not None and not callable(progress):
+        raise ArgumentTypeError(f"progress: expected a callable, got {type(progress).__name__}")
+    regions, phases, seeds = require_regions(regions), _checked_phases(phases), _checked_seeds(seeds)
+    if (ladders := _checks.integer(ladders, "ladders")) < 2:
         raise ArgumentError(f"ladders: expected at least 2, because one is no replication, got {ladders}")
+    passes = _checks.integer(passes, "passes")
+    cell_us, control_limit = _checks.number(cell_us, "cell_us", 0), _checks.number(control_limit, "control_limit", 0)
+    noise_limit, replication_limit = _checks.number(noise_limit, "noise_limit", 0), _checks.number(replication_limit, "replication_limit", 0)
+    geometry = _checks.plain(_checks.mapping({} if geometry is None else geometry, "geometry"), "geometry")
+    device = _checks.whole(device, "device")
+    given = None if recipes is None else _checked_recipes(recipes, regions, phases)
     known = devices.properties(device)
-    chosen = list(recipes) if recipes is not None else candidates(regions, known)
-    chosen = _with_published(chosen, regions)
+    chosen = _with_published(candidates(regions, known) if given is None else given, regions)
+    for recipe in chosen:
+        recipe.plan(regions, device=device, properties=known)
+    _checked_design(phases, chosen, passes, noise_limit, replication_limit)
     key = _key(known, regions, phases, chosen, geometry)
-    if reuse is not None and Path(reuse).exists():
-        kept = TuneResult.from_json(Path(reuse).read_text(encoding="utf-8"))
-        if kept.key == key:
+    if reuse is not None:
+        reuse = _checks.path(reuse, "reuse")
+        if reuse.exists() and (kept := read_result(reuse, "reuse")).key == key:
             return kept
+        _checks.writable(reuse, "reuse")
+    if folder is not None:
+        folder = _checked_folder(folder)
     with tempfile.TemporaryDirectory() as temporary, _Bench(build_graph, regions, phases, chosen, device, known, cell_us) as bench:
         where = Path(temporary if folder is None else folder)
-        where.mkdir(parents=True, exist_ok=True)
         gate = bench.identity(seeds)
         limits = noise_limit, replication_limit, control_limit
         first = _ladders(bench, list(bench.arms), where, "sweep", ladders, passes, limits, progress)
@@ -333,13 +349,69 @@ def _with_published(recipes: list[Recipe], regions: Mapping[str, Region]) -> lis
         raise ArgumentError(f"recipes: expected different names other than {STOCK_NAME}, {NULL_NAME} and {ZERO_NAME}, got {', '.join(names)}")
     if PUBLISHED_NAME in names:
         return recipes
-    if not regions:
-        raise ArgumentError("regions: expected at least one, got none")
     return [Recipe(PUBLISHED_NAME, next(iter(regions))), *recipes]
 
 
+def _checked_phases(phases: Any) -> dict[str, int]:
+    for name, runs in _checks.mapping(phases, "phases").items():
+        # They are columns of the ladder files.
+        if not name.isidentifier():
+            raise ArgumentError(f"phases: expected names of letters, digits and underscores, got {name!r}")
+        _checks.integer(runs, "phases")
+    if not phases or min(phases.values()) < 1 or TOTAL in phases:
+        raise ArgumentError(f"phases: expected names other than {TOTAL} with at least 1 run each, got {dict(phases)}")
+    return {name: int(runs) for name, runs in phases.items()}
+
+
+def _checked_seeds(seeds: Any) -> tuple[int, ...]:
+    found = tuple(_checks.integer(seed, "seeds") for seed in _checks.items(seeds, "seeds"))
+    if len(found) == 1 or len(set(found)) < len(found):
+        raise ArgumentError(f"seeds: expected none, or at least two that all differ, got {', '.join(map(str, found))}")
+    return found
+
+
+def _checked_recipes(recipes: Any, regions: Mapping[str, Region], phases: Mapping[str, int]) -> list[Recipe]:
+    found = _checks.items(recipes, "recipes")
+    for recipe in found:
+        if not isinstance(recipe, Recipe):
+            raise ArgumentTypeError(f"recipes: expected a sequence of Recipe, got {type(recipe).__name__} in it")
+        if recipe.region is not None and recipe.region not in regions:
+            raise ArgumentError(f"recipes: expected one of the regions {', '.join(regions)} for {recipe.name}, got {recipe.region!r}")
+        if unknown := [name for name in recipe.suspend if name not in phases]:
+            raise ArgumentError(f"recipes: expected phases of {', '.join(phases)} to suspend for {recipe.name}, got {', '.join(unknown)}")
+        _checks.plain(recipe.options, f"recipes: options of {recipe.name}")
+    if found and PUBLISHED_NAME in (recipe.name for recipe in found) and all(recipe.region is None for recipe in found):
+        raise ArgumentError("recipes: expected at least one with a region, because the structural zero costs what its window does, got none")
+    return list(found)
+
+
+def _checked_design(phases: Mapping[str, int], recipes: Sequence[Recipe], passes: int, noise_limit: float, replication_limit: float) -> None:
+    """Refuse now what the ladders would refuse once everything is built."""
+    from gpukit.measure.design import ORDER_COLUMNS, UNSTEADY_COLUMN, LadderDesign
+
+    if taken := {"geometry", *ORDER_COLUMNS, UNSTEADY_COLUMN} & set(phases):
+        raise ArgumentError(f"phases: expected names that are no other column of a ladder file, got {', '.join(sorted(taken))}")
+    arms = (STOCK_NAME, NULL_NAME, ZERO_NAME, *(recipe.name for recipe in recipes))
+    if odd := [name for name in arms if not name.isprintable() or name != name.strip()]:
+        raise ArgumentError(f"recipes: expected printable names without spaces at their ends, got {', '.join(map(repr, odd))}")
+    metrics = (*phases, TOTAL)
+    limits: dict[str, Any] = {"passes": passes, "noise_limit": noise_limit, "replication_limit": replication_limit}
+    LadderDesign(arms, STOCK_NAME, NULL_NAME, ZERO_NAME, metrics=metrics, geometry=("geometry",), **limits)
+
+
+def _checked_folder(folder: Any) -> Path:
+    found = _checks.path(folder, "folder")
+    try:
+        found.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArgumentError(f"folder: expected a directory, or a place for one, got {found}: {error.strerror}") from None
+    if not os.access(found, os.W_OK):
+        raise ArgumentError(f"folder: expected a directory that can be written, got {found}")
+    return found
+
+
 def _key(
-    known: DeviceProperties, regions: Mapping[str, Region], phases: Mapping[str, int], recipes: Sequence[Recipe], geometry: Mapping[str, Any] | None
+    known: DeviceProperties, regions: Mapping[str, Region], phases: Mapping[str, int], recipes: Sequence[Recipe], geometry: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What a result is good for, in plain types; addresses are not part of it."""
     key = {
@@ -348,7 +420,7 @@ def _key(
         "regions": {name: [region.size, region.live] for name, region in regions.items()},
         "phases": list(phases.items()),
         "recipes": [recipe.to_dict() for recipe in recipes],
-        "geometry": dict(geometry or {}),
+        "geometry": dict(geometry),
     }
     return json.loads(json.dumps(key))  # type: ignore[no-any-return]
 
@@ -399,6 +471,8 @@ class _Bench:
     def _add(self, recipe: Recipe, regions: Mapping[str, Region]) -> None:
         plan = recipe.plan(regions, device=self.device, properties=self._known)
         built = self._build(dataclasses.replace(plan, reserve=None))
+        if not isinstance(built, Built):
+            raise ArgumentTypeError(f"build_graph: expected it to return a Built, got {type(built).__name__}")
         if missing := set(self.phases) - set(built.phases):
             raise ArgumentError(f"phases: expected build_graph to return {', '.join(self.phases)}, got no {', '.join(sorted(missing))}")
         self.arms[recipe.name] = _Arm(recipe, plan, built, self.phases)

@@ -10,20 +10,43 @@ import json
 import sys
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from gpukit import arrays, devices
 from gpukit.arrays import ITEMSIZE
 from gpukit.devices import DeviceProperties
-from gpukit.errors import ArgumentError
+from gpukit.errors import ArgumentError, ArgumentTypeError
+from gpukit.graphs import _checks
 
 __all__ = ["STOCK", "AccessWindow", "Plan", "Recipe", "Region", "load_plan", "plan"]
 
 # What a line inside a window may be; a missed one must not be persisting.
 HITS = ("persisting", "normal", "streaming")
 MISSES = ("normal", "streaming")
+# Addresses and sizes have 64 bits.
+_MOST = 2**64 - 1
+
+
+def _set(instance: Any, **values: Any) -> None:
+    """Put checked values into the place of those that a frozen instance was made with."""
+    for name, value in values.items():
+        object.__setattr__(instance, name, value)
+
+
+def _check_lines(hit: Any, miss: Any) -> None:
+    if hit not in HITS or miss not in MISSES:
+        raise ArgumentError(f"hit, miss: expected one of {', '.join(HITS)} and one of {', '.join(MISSES)}, got {hit} and {miss}")
+
+
+def _check_nodes(nodes: Any) -> tuple[str, ...] | None:
+    if nodes is None:
+        return None
+    found = _checks.texts(nodes, "nodes")
+    if not found:
+        raise ArgumentError("nodes: expected at least one text, or None for all kernels, got none")
+    return found
 
 
 @dataclass(frozen=True)
@@ -42,7 +65,7 @@ class AccessWindow:
     Raises
     ------
     ArgumentError
-        A value that no window can have.
+        A value or type that no window can have.
 
     Examples
     --------
@@ -57,12 +80,10 @@ class AccessWindow:
     miss: str = "normal"
 
     def __post_init__(self) -> None:
-        if self.size < 1 or self.base < 0:
-            raise ArgumentError(f"window: expected an address and at least 1 byte, got {self.base:#x} and {self.size}")
-        if not 0.0 <= self.ratio <= 1.0:
-            raise ArgumentError(f"ratio: expected a number from 0 to 1, got {self.ratio}")
-        if self.hit not in HITS or self.miss not in MISSES:
-            raise ArgumentError(f"hit, miss: expected one of {', '.join(HITS)} and one of {', '.join(MISSES)}, got {self.hit} and {self.miss}")
+        base = _checks.whole(self.base, "base", 0, _MOST)
+        size = _checks.whole(self.size, "size", 1, _MOST + 1 - base)
+        _set(self, base=base, size=size, ratio=_checks.number(self.ratio, "ratio", 0, 1))
+        _check_lines(self.hit, self.miss)
 
 
 @dataclass(frozen=True)
@@ -76,6 +97,11 @@ class Region:
     live : tuple of (offset, size)
         Parts that a round touches; all of it when empty. The others are dead: holding them gains nothing.
 
+    Raises
+    ------
+    ArgumentError
+        An address below 0, a size below 0, either no integer, or parts that overlap or lie outside.
+
     Examples
     --------
     >>> Region(4096, 1000, live=((0, 100), (500, 100))).live_bytes
@@ -87,15 +113,29 @@ class Region:
     live: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
+        base = _checks.whole(self.base, "base", 0, _MOST)
+        _set(self, base=base, size=_checks.whole(self.size, "size", 0, _MOST + 1 - base))
+        parts = tuple(_checks.items(part, "live") for part in _checks.items(self.live, "live"))
         end = 0
-        for offset, size in self.live:
+        for part in parts:
+            if len(part) != 2:
+                raise ArgumentError(f"live: expected pairs of offset and size, got {part}")
+            offset, size = (_checks.integer(own, "live") for own in part)
             if offset < end or size < 1 or offset + size > self.size:
                 raise ArgumentError(f"live: expected parts inside {self.size} bytes in ascending order, apart from each other, got {self.live}")
             end = offset + size
+        _set(self, live=tuple((int(offset), int(size)) for offset, size in parts))
 
     @classmethod
     def of(cls, array: Any, live: tuple[tuple[int, int], ...] = ()) -> Region:
         """The memory from the first to the last byte of an array of any library; gaps between strides are part of it.
+
+        The numbers of an array in host memory are those of host memory, where no window helps; `plan` takes no such array.
+
+        Raises
+        ------
+        ArgumentTypeError
+            The object is no array, or of a dtype that gpukit does not know.
 
         Examples
         --------
@@ -103,10 +143,17 @@ class Region:
         >>> Region.of(np.zeros((4, 8), np.int64)[:, ::2]).size
         248
         """
-        pointer, dtype, shape, strides, _, _ = arrays.describe(array)
+        return cls._over(array, "array", live)[0]
+
+    @classmethod
+    def _over(cls, array: Any, name: str, live: tuple[tuple[int, int], ...] = ()) -> tuple[Region, int]:
+        """The memory of an array that errors call `name`, and its device."""
+        pointer, dtype, shape, strides, device, _ = arrays.describe(array, name)
+        if dtype not in ITEMSIZE:
+            raise ArgumentTypeError(f"{name}: expected dtype {', '.join(ITEMSIZE)}, got {dtype}")
         strides = arrays.contiguous_strides(shape) if strides is None else strides
         begin, end = arrays.span((pointer, ITEMSIZE[dtype], tuple(shape), tuple(strides)))
-        return cls(begin, end - begin, live)
+        return cls(begin, end - begin, live), device
 
     @property
     def live_bytes(self) -> int:
@@ -154,6 +201,11 @@ class Plan:
         Phases in which the reserve is given back, see `Reservation.suspended`.
     guarded : str
         Why the guard kept the plan from doing anything; empty if it did not.
+
+    Raises
+    ------
+    ArgumentError
+        A value or type that no plan can have; a lone text is no tuple of texts.
     """
 
     name: str = "stock"
@@ -164,6 +216,19 @@ class Plan:
     options: Mapping[str, Any] = field(default_factory=dict)
     suspend: tuple[str, ...] = ()
     guarded: str = ""
+
+    def __post_init__(self) -> None:
+        if self.window is not None and not isinstance(self.window, AccessWindow):
+            raise ArgumentTypeError(f"window: expected an AccessWindow or None, got {type(self.window).__name__}")
+        _set(
+            self,
+            name=_checks.text(self.name, "name"),
+            device=_checks.whole(self.device, "device"),
+            reserve=None if self.reserve is None else _checks.whole(self.reserve, "reserve", 1),
+            nodes=_check_nodes(self.nodes),
+            options=_checks.mapping(self.options, "options"),
+            suspend=_checks.texts(self.suspend, "suspend"),
+        )
 
     @property
     def does_nothing(self) -> bool:
@@ -207,7 +272,7 @@ def plan(
     Parameters
     ----------
     region : Region or array
-        What to keep in the L2.
+        What to keep in the L2; an array lies in the memory of `device`.
     device : int
         Ordinal.
     wanted : int, optional
@@ -231,7 +296,7 @@ def plan(
     Raises
     ------
     ArgumentError
-        The region is empty, or `wanted` is below 1.
+        The region is empty, the array lies in host memory or on another device, or another argument has a value or type that it cannot have.
 
     Examples
     --------
@@ -240,14 +305,27 @@ def plan(
     >>> made.window.size, made.reserve, round(made.window.ratio, 4)
     (128778240, 39321600, 0.3053)
     """
+    device = _checks.whole(device, "device")
     if not isinstance(region, Region):
-        region = Region.of(region)
+        region, where = Region._over(region, "region")
+        if where != device:
+            kind = ArgumentTypeError if where < 0 else ArgumentError
+            raise kind(f"region: expected an array on device {device}, got one in {arrays.place(where)}")
     if region.size < 1:
         raise ArgumentError("region: expected at least 1 byte, got none")
-    if wanted is not None and wanted < 1:
-        raise ArgumentError(f"wanted: expected at least 1 byte, got {wanted}")
+    if wanted is not None:
+        wanted = _checks.whole(wanted, "wanted", 1)
+    if ratio is not None:
+        ratio = _checks.number(ratio, "ratio", 0, 1)
+    _check_lines(hit, miss)
+    common: dict[str, Any] = {
+        "name": _checks.text(name, "name"),
+        "device": device,
+        "nodes": _check_nodes(nodes),
+        "options": dict(_checks.mapping({} if options is None else options, "options")),
+        "suspend": _checks.texts(suspend, "suspend"),
+    }
     known = devices.properties(device) if properties is None else properties
-    common: dict[str, Any] = {"name": name, "device": device, "nodes": nodes, "options": dict(options or {}), "suspend": suspend}
     if guard and (reason := _refusal(region.size, known)):
         _refuse(reason)
         return Plan(**common, guarded=reason)
@@ -279,6 +357,16 @@ def _refuse(reason: str) -> None:
     _say_once(f"gpukit: no L2 window: {reason}; nothing is installed")
 
 
+def require_regions(regions: Any) -> dict[str, Region]:
+    """At least one region, by name."""
+    for name, region in _checks.mapping(regions, "regions").items():
+        if not isinstance(region, Region):
+            raise ArgumentTypeError(f"regions: expected a Region for {name}, got {type(region).__name__}")
+    if not regions:
+        raise ArgumentError("regions: expected at least one, got none")
+    return dict(regions)
+
+
 def _refusal(size: int, known: DeviceProperties) -> str:
     """Why a window of so many bytes cannot work on a device; empty if it can."""
     if known.persisting_l2_max == 0 or known.access_window_max == 0:
@@ -304,6 +392,11 @@ class Recipe:
     ratio, hit, miss, nodes, options, suspend
         See `Plan`.
 
+    Raises
+    ------
+    ArgumentError
+        A value or type that no recipe can have, as those of a file may be; a lone text is no tuple of texts.
+
     Examples
     --------
     >>> recipe = Recipe("first half", "states", size=1000, reserve=500)
@@ -324,17 +417,34 @@ class Recipe:
     options: Mapping[str, Any] = field(default_factory=dict)
     suspend: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        _set(
+            self,
+            name=_checks.text(self.name, "name"),
+            region=None if self.region is None else _checks.text(self.region, "region"),
+            begin=_checks.whole(self.begin, "begin"),
+            size=None if self.size is None else _checks.whole(self.size, "size", 1),
+            reserve=None if self.reserve is None else _checks.whole(self.reserve, "reserve", 1),
+            ratio=None if self.ratio is None else _checks.number(self.ratio, "ratio", 0, 1),
+            nodes=_check_nodes(self.nodes),
+            options=_checks.mapping(self.options, "options"),
+            suspend=_checks.texts(self.suspend, "suspend"),
+        )
+        _check_lines(self.hit, self.miss)
+
     def plan(self, regions: Mapping[str, Region], *, device: int = 0, guard: bool = True, properties: DeviceProperties | None = None) -> Plan:
         """The plan of this recipe for regions at their addresses.
+
+        The guard is in front of a reserve without a window too: nothing on a device that has no memory to set aside.
 
         Raises
         ------
         ArgumentError
-            There is no such region, or its part lies outside it.
+            There is no such region, its part lies outside it, or the reserve of a recipe without a window exceeds the device's maximum.
         """
         if self.region is None:
-            return Plan(self.name, device, None, self.reserve, None, dict(self.options), self.suspend)
-        if self.region not in regions:
+            return self._windowless(_checks.whole(device, "device"), guard, properties)
+        if self.region not in require_regions(regions):
             raise ArgumentError(f"region: expected one of {', '.join(regions)}, got {self.region!r}")
         whole = regions[self.region]
         size = whole.size - self.begin if self.size is None else self.size
@@ -355,6 +465,18 @@ class Recipe:
             properties=properties,
         )
 
+    def _windowless(self, device: int, guard: bool, properties: DeviceProperties | None) -> Plan:
+        stock = Plan(self.name, device, options=dict(self.options), suspend=self.suspend)
+        if self.reserve is not None and guard:
+            most = (devices.properties(device) if properties is None else properties).persisting_l2_max
+            if most == 0:
+                reason = f"{self.reserve} bytes wanted, but the device sets aside none"
+                _refuse(reason)
+                return replace(stock, guarded=reason)
+            if self.reserve > most:
+                raise ArgumentError(f"reserve: expected at most the device's {most} bytes, got {self.reserve}")
+        return replace(stock, reserve=self.reserve)
+
     def to_dict(self) -> dict[str, Any]:
         """In plain types."""
         return {**asdict(self), "options": dict(self.options)}
@@ -363,6 +485,11 @@ class Recipe:
     def from_dict(cls, content: Mapping[str, Any]) -> Recipe:
         """The recipe that `to_dict`, or JSON made from it, describes.
 
+        Raises
+        ------
+        ArgumentError
+            An unknown field, no name, or a value or type that the field cannot have.
+
         Examples
         --------
         >>> recipe = Recipe("two kernels", "states", nodes=("gated_delta",))
@@ -370,12 +497,11 @@ class Recipe:
         True
         """
         names = {own.name for own in fields(cls)}
-        if unknown := set(content) - names:
+        if unknown := set(_checks.mapping(content, "recipe")) - names:
             raise ArgumentError(f"recipe: expected fields of {', '.join(sorted(names))}, got {', '.join(sorted(unknown))}")
         if "name" not in content:
             raise ArgumentError("recipe: expected a name, got none")
-        values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in content.items()}
-        return cls(**values)
+        return cls(**content)
 
 
 def load_plan(path: str | Path) -> Recipe:
@@ -384,7 +510,7 @@ def load_plan(path: str | Path) -> Recipe:
     Raises
     ------
     ArgumentError
-        The file cannot be read, or holds no recipe.
+        The file cannot be read, or holds no recipe: the message names the field.
 
     Examples
     --------
@@ -394,12 +520,16 @@ def load_plan(path: str | Path) -> Recipe:
     >>> load_plan(path).reserve
     1048576
     """
+    file = _checks.path(path, "path")
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise ArgumentError(f"path: expected a readable JSON file, got {path}: {error}") from None
     if isinstance(content, dict) and isinstance(content.get("winner"), dict):
         content = content["winner"]
     if not isinstance(content, dict):
         raise ArgumentError(f"path: expected a recipe or a result of tune, got {type(content).__name__} in {path}")
-    return Recipe.from_dict(content)
+    try:
+        return Recipe.from_dict(content)
+    except ArgumentError as error:
+        raise type(error)(f"{error}, in {path}") from None

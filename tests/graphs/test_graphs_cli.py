@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -74,6 +75,46 @@ def test_bad_arguments_are_one_line_and_exit_code_2(lab: Lab) -> None:
         assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1 and result.stdout == "", result.output
 
 
+def test_files_that_cannot_be_written_or_read_are_found_before_anything_is_built(lab: Lab, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need the extra plot")
+    no_text, no_result = tmp_path / "binary.json", tmp_path / "other.json"
+    no_text.write_bytes(b"\xff\xfe")
+    no_result.write_text(json.dumps(Recipe("a recipe, no result").to_dict()))
+    (tmp_path / "folder.png").mkdir()
+    for option, path in (
+        ("out", tmp_path / "none" / "x.json"),
+        ("out", tmp_path),
+        ("out", no_text),
+        ("out", no_result),
+        ("out", no_text / "x.json"),
+        ("plot", tmp_path / "none" / "x.png"),
+        ("plot", tmp_path / "folder.png"),
+        ("raw", no_text),
+    ):
+        result = runner.invoke(cli.app, ["tune", "made up", f"--{option}", str(path)])
+        assert result.exit_code == 2 and result.stdout == "" and len(result.stderr.splitlines()) == 1, result.output
+        assert result.stderr.startswith(f"gpukit: {option}: expected a") and str(path) in result.stderr
+    assert lab.built == 0 and not hasattr(lab, "options")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"name": "a", "region": "states", "reserve": "1"}', "reserve: expected an integer, got str"),
+        ('{"name": "a", "region": "states", "options": [1]}', "options: expected a mapping, got list"),
+        ('{"name": "a", "region": "states", "nodes": "gated"}', "nodes: expected a sequence, got the text 'gated'"),
+        ('{"name": "a", "reserve": 1000000000000}', "reserve: expected at most the device's 39321600 bytes, got 1000000000000"),
+        ("[" * 100_000, "path: expected a readable JSON file"),
+    ],
+)
+def test_a_plan_file_with_wrong_types_is_one_line(lab: Lab, tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(content)
+    result = runner.invoke(cli.app, ["audit", "made up", "--plan", str(path)])
+    assert result.exit_code == 2 and result.stderr.startswith(f"gpukit: {message}") and len(result.stderr.splitlines()) == 1, result.output
+    assert lab.built == 0
+
+
 @pytest.mark.skipif(devices.count() > 0, reason="there is a GPU")
 @pytest.mark.parametrize("command", ["audit", "tune"])
 def test_without_a_gpu_it_says_so(command: str) -> None:
@@ -82,8 +123,15 @@ def test_without_a_gpu_it_says_so(command: str) -> None:
 
 
 def test_options_that_no_round_can_have() -> None:
-    for wrong in ({"layers": 0}, {"weights": -1}, {"decodes": 0}):
-        with pytest.raises(ArgumentError, match="options: expected numbers from 1"):
+    wrongs: list[tuple[dict[str, Any], str]] = [
+        ({"layers": 0}, "layers: expected at least 1, got 0"),
+        ({"weights": -1}, "weights: expected at least 0, got -1"),
+        ({"decodes": 0}, "decodes: expected at least 1, got 0"),
+        ({"slots": 1.5}, "slots: expected an integer, got float"),
+        ({"device": "0"}, "device: expected an integer, got str"),
+    ]
+    for wrong, message in wrongs:
+        with pytest.raises(ArgumentError, match=message):
             rounds.RoundOptions(**wrong)
     assert rounds.RoundOptions(prefill=1, decodes=3).phases == {"prefill": 1, "decode": 3} and rounds.RoundOptions().phases == {"decode": 1}
     with pytest.raises(ArgumentError, match="name: expected a round that is not registered yet"):

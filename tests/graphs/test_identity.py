@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gpukit.errors import ArgumentError
-from gpukit.graphs import compare_outputs, digest
+from gpukit.graphs import compare_outputs, digest, identity
 
 PLANS, INPUTS = ["stock", "window", "guarded"], [1, 2, 3]
 
@@ -47,6 +47,22 @@ def test_outputs_that_do_not_depend_on_the_input_fail() -> None:
 def test_a_gate_that_could_not_fail_is_refused(plans: list[str], inputs: list[int]) -> None:
     with pytest.raises(ArgumentError, match="expected at least one plan and two different inputs"):
         compare_outputs(lambda plan, seed: [np.array([seed])], plans, inputs)
+
+
+@pytest.mark.parametrize(
+    ("plans", "inputs", "name"), [("stock", INPUTS, "plans"), (PLANS, "12", "inputs"), (PLANS, 5, "inputs"), ([1], INPUTS, "plans")]
+)
+def test_a_lone_text_is_no_sequence(plans: Any, inputs: Any, name: str) -> None:
+    with pytest.raises(ArgumentError, match=f"^{name}: expected"):
+        compare_outputs(lambda plan, seed: [np.array([seed])], plans, inputs)
+
+
+def test_a_digest_of_what_cannot_be_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ArgumentError, match="outputs: expected an array"):
+        digest([5])
+    monkeypatch.setattr(identity.arrays, "describe", lambda array, name="array": (4096, "complex64", (10,), None, 0, True))
+    with pytest.raises(ArgumentError, match="outputs: expected dtype bool, .*, got complex64"):
+        digest([object()])
 
 
 def test_a_digest_is_of_bits_shape_and_dtype() -> None:

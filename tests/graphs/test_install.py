@@ -99,7 +99,7 @@ def test_an_exception_leaves_nothing_behind(fake: FakeGraphs) -> None:
     assert fake.calls[-3:] == ["end", "no window", f"limit {DEFAULT}"] and not fake.capturing
     assert caught.value.__notes__ == ["raised inside a capture of stream 0x4d, which is over; the stream is usable"]
     assert all(made.destroyed for made in fake.graphs.values())
-    for call in (graph.launch, lambda: graph.nodes, lambda: graph.kernels):
+    for call in (graph.launch, lambda: graph.nodes, lambda: graph.kernels, graph.__enter__):
         with pytest.raises(ArgumentError, match="expected a captured graph, got one that is closed"):
             call()
     assert audit(captured(fake)).kernels == 3
@@ -140,6 +140,20 @@ def test_windows_on_chosen_nodes_only(fake: FakeGraphs) -> None:
     assert set_windows(graph, None) == 5 and audit(graph).windowed == 0
     with pytest.raises(ArgumentError, match=r"nodes: expected texts .* \(one, three, two, weights\), got weihgts"):
         graph.set_windows(WINDOW, ("weihgts",))
+    assert set_windows(graph, WINDOW, ["three"]) == 1  # type: ignore[arg-type]
+    for nodes, message in (
+        ("three", "expected a sequence, got the text 'three'"),
+        (5, "expected a sequence, got int"),
+        ([5], "expected text, got int"),
+    ):
+        with pytest.raises(ArgumentError, match=f"nodes: {message}"):
+            graph.set_windows(WINDOW, nodes)  # type: ignore[arg-type]
+    for call in (lambda: graph.set_windows("all"), lambda: installed("all", STREAM).__enter__()):  # type: ignore[arg-type]
+        with pytest.raises(ArgumentError, match="window: expected an AccessWindow or None, got str"):
+            call()
+    assert audit(graph).windowed == 1
+    with pytest.raises(ArgumentError, match="regions: expected a Region for pool, got int"):
+        audit(graph, regions={"pool": 5})  # type: ignore[dict-item]
 
 
 def test_the_guard_is_in_front_of_every_window(fake: FakeGraphs, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

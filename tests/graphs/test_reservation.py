@@ -10,13 +10,14 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from gpukit.errors import ArgumentError, DeviceError
-from gpukit.graphs import Limits, Reservation
+from gpukit.graphs import Limits, Reservation, break_even_us
 from tests.helpers.graphs import MIB, FakeLimits
 
 DEFAULT = 11_796_480
@@ -315,10 +316,29 @@ def test_a_closed_handle_refuses_everything(driver: FakeLimits, limits: Limits) 
     handle = Reservation(ABOVE, limits=limits)
     handle.close()
     driver.writes.clear()
-    for call in (lambda: handle.request(BELOW), handle.release, handle.move, lambda: handle.suspended().__enter__()):
+    for call in (lambda: handle.request(BELOW), handle.release, handle.move, handle.__enter__, lambda: handle.suspended().__enter__()):
         with pytest.raises(ArgumentError, match="expected an open one, got one that is closed"):
             call()
     assert not driver.writes and "closed" in repr(handle)
+    moved = Reservation(ABOVE, limits=limits)
+    with moved.move(), pytest.raises(ArgumentError, match="expected an open one, got one that is moved"), moved:
+        raise AssertionError("not reached")
+
+
+def test_arguments_are_checked_before_the_device_is_touched(driver: FakeLimits, limits: Limits) -> None:
+    for device, message in ((-1, "expected at least 0, got -1"), (True, "expected an integer, got bool"), ("0", "expected an integer, got str")):
+        with pytest.raises(ArgumentError, match=f"device: {message}"):
+            Reservation(ABOVE, device, limits=limits)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="limits: expected a Limits or None, got FakeLimits"):
+        Reservation(ABOVE, limits=driver)  # type: ignore[arg-type]
+    assert not driver.writes and driver.reads == 0
+    with Reservation(np.int64(ABOVE), np.int32(0), limits=limits) as handle:  # type: ignore[arg-type]
+        assert driver.limits == [ABOVE] and type(handle.size) is int and type(handle.device) is int
+        handle.request(np.uint32(BELOW))  # type: ignore[arg-type]
+        assert limits.requests(0) == (BELOW,)
+    for cost, tax, name in (("30", 0.1, "cost_us"), (float("nan"), 0.1, "cost_us"), (-1, 0.1, "cost_us"), (30, 0, "tax"), (30, None, "tax")):
+        with pytest.raises(ArgumentError, match=f"^{name}: expected a"):
+            break_even_us(cost, tax)  # type: ignore[arg-type]
 
 
 def test_two_devices_have_two_books() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from gpukit.errors import ArgumentError, DeviceError
@@ -191,9 +192,57 @@ BAD: list[tuple[Callable[[Lab], Any], str]] = [
     (lambda lab: run(lab, ladders=1), "ladders: expected at least 2"),
     (lambda lab: run(lab, recipes=[SMALL, SMALL]), "recipes: expected different names"),
     (lambda lab: run(lab, recipes=[Recipe("null")]), "recipes: expected different names other than"),
-    (lambda lab: run(lab, seeds=(1,)), "expected at least one plan and two different inputs"),
+    (lambda lab: run(lab, seeds=(1,)), "seeds: expected none, or at least two that all differ, got 1"),
+    (lambda lab: run(lab, seeds=(1, 2, 1)), "seeds: expected none, or at least two that all differ, got 1, 2, 1"),
+    (lambda lab: run(lab, seeds=5), "seeds: expected a sequence, got int"),
+    (lambda lab: run(lab, seeds="12"), "seeds: expected a sequence, got the text '12'"),
+    (lambda lab: run(lab, seeds=(1, 2.5)), "seeds: expected an integer, got float"),
     (lambda lab: tune(lab.build, {}, {"decode": 1}, recipes=[]), "regions: expected at least one, got none"),
-    (lambda lab: run(lab, recipes=[Recipe("x", "nowhere")]), "region: expected one of states, pool, got 'nowhere'"),
+    (lambda lab: tune(lab.build, {}, {"decode": 1}), "regions: expected at least one, got none"),
+    (lambda lab: tune(lab.build, [REGIONS["pool"]], {"decode": 1}), "regions: expected a mapping, got list"),  # type: ignore[arg-type]
+    (lambda lab: tune(lab.build, {"a": 5}, {"decode": 1}), "regions: expected a Region for a, got int"),  # type: ignore[dict-item]
+    (lambda lab: tune(None, REGIONS, {"decode": 1}), "build_graph: expected a callable, got NoneType"),  # type: ignore[arg-type]
+    (lambda lab: tune(lab.build, REGIONS, None), "phases: expected a mapping, got NoneType"),  # type: ignore[arg-type]
+    (lambda lab: tune(lab.build, REGIONS, "decode"), "phases: expected a mapping, got str"),  # type: ignore[arg-type]
+    (lambda lab: tune(lab.build, REGIONS, {"decode": 1.5}), "phases: expected an integer, got float"),  # type: ignore[dict-item]
+    (lambda lab: tune(lab.build, REGIONS, {"decode": True}), "phases: expected an integer, got bool"),
+    (lambda lab: tune(lab.build, REGIONS, {5: 1}), "phases: expected text as keys, got 5"),  # type: ignore[dict-item]
+    (lambda lab: tune(lab.build, REGIONS, {"de code": 1}), "phases: expected names of letters, digits and underscores, got 'de code'"),
+    (lambda lab: tune(lab.build, REGIONS, {"geometry": 1}), "phases: expected names that are no other column of a ladder file, got geometry"),
+    (lambda lab: run(lab, ladders=2.5), "ladders: expected an integer, got float"),
+    (lambda lab: run(lab, ladders="2"), "ladders: expected an integer, got str"),
+    (lambda lab: run(lab, passes=0), "passes: expected a whole number from 3 to 10000, got 0"),
+    (lambda lab: run(lab, passes=6.5), "passes: expected an integer, got float"),
+    (lambda lab: run(lab, cell_us=float("nan")), "cell_us: expected a finite number from 0 on, got nan"),
+    (lambda lab: run(lab, cell_us=float("inf")), "cell_us: expected a finite number from 0 on, got inf"),
+    (lambda lab: run(lab, cell_us=-1), "cell_us: expected a finite number from 0 on, got -1"),
+    (lambda lab: run(lab, cell_us="4000"), "cell_us: expected a number, got str"),
+    (lambda lab: run(lab, control_limit=float("nan")), "control_limit: expected a finite number from 0 on, got nan"),
+    (lambda lab: run(lab, noise_limit=float("nan")), "noise_limit: expected a finite number from 0 on, got nan"),
+    (lambda lab: run(lab, noise_limit=0), "noise_limit: expected a number above 0, got 0"),
+    (lambda lab: run(lab, replication_limit=None), "replication_limit: expected a number, got NoneType"),
+    (lambda lab: run(lab, device=-1), "device: expected at least 0, got -1"),
+    (lambda lab: run(lab, geometry={"a": {1, 2}}), "geometry: expected plain types"),
+    (lambda lab: run(lab, geometry={"a": float("nan")}), "geometry: expected plain types"),
+    (lambda lab: run(lab, geometry=[1]), "geometry: expected a mapping, got list"),
+    (lambda lab: run(lab, progress=5), "progress: expected a callable, got int"),
+    (lambda lab: run(lab, reuse=5), "reuse: expected a path, got int"),
+    (lambda lab: run(lab, folder=5), "folder: expected a path, got int"),
+    (lambda lab: run(lab, folder=__file__), "folder: expected a directory, or a place for one, got .*test_tune.py"),
+    (lambda lab: run(lab, recipes=SMALL), "recipes: expected a sequence, got Recipe"),
+    (lambda lab: run(lab, recipes=["small"]), "recipes: expected a sequence of Recipe, got str in it"),
+    (lambda lab: run(lab, recipes=[Recipe("x", "nowhere")]), "recipes: expected one of the regions states, pool for x, got 'nowhere'"),
+    (lambda lab: run(lab, recipes=[Recipe("x", "nowhere", reserve=1)]), "recipes: expected one of the regions states, pool for x, got 'nowhere'"),
+    (lambda lab: run(lab, recipes=[Recipe("x", "states", size=1 << 40)]), "begin, size: expected a part of the 67108864 bytes of states"),
+    (
+        lambda lab: run(lab, recipes=[Recipe("x", "states", suspend=("typo",))]),
+        "recipes: expected phases of prefill, decode to suspend for x, got typo",
+    ),
+    (lambda lab: run(lab, recipes=[Recipe("x", reserve=1 << 40)]), "reserve: expected at most the device's 39321600 bytes"),
+    (lambda lab: run(lab, recipes=[Recipe("x ", "states")]), "recipes: expected printable names without spaces at their ends, got 'x '"),
+    (lambda lab: run(lab, recipes=[Recipe("x", options={"a": {1}})]), "recipes: options of x: expected plain types"),
+    (lambda lab: run(lab, recipes=[Recipe("published")]), "recipes: expected at least one with a region"),
+    (lambda lab: tune(lambda plan: None, REGIONS, {"decode": 1}), "build_graph: expected it to return a Built, got NoneType"),  # type: ignore[arg-type,return-value]
 ]
 
 
@@ -201,6 +250,59 @@ BAD: list[tuple[Callable[[Lab], Any], str]] = [
 def test_bad_arguments_are_named(lab: Lab, call: Callable[[Lab], Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         call(lab)
+    # What only the first graph can tell is told by the first graph.
+    assert lab.built == ("build_graph to return" in message) and not lab.seen
+
+
+def test_files_are_checked_before_anything_is_built(lab: Lab, tmp_path: Path) -> None:
+    result, path = run(lab), tmp_path / "result.json"
+    lab.built = 0
+    contents: list[tuple[bytes, str]] = [(b"\xff\xfe", "codec can't decode"), (b"[" * 100_000, "recursion"), (b"{}", "'rows'"), (b"[1]", "mapping")]
+    for field, wrong in (
+        ("rows", []),
+        ("rows", 5),
+        ("key", [1]),
+        ("key", {}),
+        ("reason", 5),
+        ("identity", None),
+        ("censuses", {"a": 5}),
+        ("ladders", ["ab"]),
+        ("winner", "small"),
+    ):
+        contents.append((json.dumps({**json.loads(result.to_json()), field: wrong}).encode(), ""))
+    for field, wrong in (
+        ("seconds", [1]),
+        ("seconds", {"total": "x"}),
+        ("seconds", {"total": 1.0}),
+        ("change", 5),
+        ("change", {"total": [1]}),
+        ("errors", None),
+        ("beats_stock", "yes"),
+        ("role", 5),
+        ("recipe", {"name": "a", "reserve": "1"}),
+    ):
+        content = json.loads(result.to_json())
+        content["rows"][1][field] = wrong
+        contents.append((json.dumps(content).encode(), ""))
+    for written, message in contents:
+        path.write_bytes(written)
+        with pytest.raises(ArgumentError, match=rf"^reuse: expected a file of TuneResult.to_json, or none yet, got .*result\.json.*{message}"):
+            run(lab, reuse=path)
+        assert path.read_bytes() == written
+    with pytest.raises(ArgumentError, match="reuse: expected a file of TuneResult.to_json"):
+        run(lab, reuse=tmp_path)
+    for unwritable in (tmp_path / "none" / "x.json", path / "x.json"):
+        with pytest.raises(ArgumentError, match="reuse: expected a file that can be written in an existing directory"):
+            run(lab, reuse=unwritable)
+    assert lab.built == 0
+    with pytest.raises(ArgumentError, match="plot: expected a file that can be written in an existing directory"):
+        pytest.importorskip("matplotlib", reason="pictures need the extra plot") and result.plot(tmp_path / "none" / "x.png")
+    assert TuneResult.from_json(result.to_json()) == result
+
+
+def test_numpy_numbers_are_numbers(lab: Lab) -> None:
+    numbers = {"ladders": np.int64(2), "passes": np.int64(6), "cell_us": np.float32(4000), "seeds": [np.int64(1), 2], "device": np.int64(0)}
+    assert run(lab, recipes=[SMALL], confirm=False, **numbers).winner.name == "stock"
 
 
 def test_a_phase_may_give_the_reserve_back(lab: Lab) -> None:
@@ -225,6 +327,28 @@ def test_the_usual_candidates() -> None:
     small = candidates({"live": Region(0, 8 * MIB)}, H200)
     assert [recipe.name for recipe in small[2:]] == ["live, 7.0 MiB", "live, first 7.0 MiB", "live, 8.0 MiB"]
     assert candidates({"live": Region(0, 100)}, SimpleNamespace(persisting_l2_max=0)) == [Recipe("published", "live")]  # type: ignore[arg-type]
+
+
+BAD_CANDIDATES: list[tuple[Callable[[], Any], str]] = [
+    (lambda: candidates({}, H200), "regions: expected at least one, got none"),
+    (lambda: candidates({"a": np.zeros(3)}, H200), "regions: expected a Region for a, got ndarray"),  # type: ignore[dict-item]
+    (lambda: candidates(REGIONS, H200, nodes="gated"), "nodes: expected a sequence, got the text 'gated'"),
+    (lambda: candidates(REGIONS, H200, nodes=[1]), "nodes: expected text, got int"),  # type: ignore[list-item]
+    (lambda: candidates(REGIONS, H200, pool="typo"), "pool: expected one of states, pool, got 'typo'"),
+    (lambda: candidates(REGIONS, H200, pool=""), "pool: expected one of states, pool, got ''"),
+    (lambda: candidates(REGIONS, H200, options={"typo": {}}), "options: expected one of states, pool, got 'typo'"),
+    (lambda: candidates(REGIONS, H200, options={"pool": 5}), "options: expected a mapping, got int"),  # type: ignore[dict-item]
+    (lambda: candidates(REGIONS, H200, reserves=5), "reserves: expected a sequence, got int"),  # type: ignore[arg-type]
+    (lambda: candidates(REGIONS, H200, reserves=[1.5]), "reserves: expected an integer, got float"),  # type: ignore[list-item]
+    (lambda: candidates(REGIONS, H200, hints={"keep": 0.5}), "hints: expected a sequence, got dict"),  # type: ignore[arg-type]
+    (lambda: candidates(REGIONS, H200, hints=["keep"]), "hints: expected a mapping, got str"),  # type: ignore[list-item]
+]
+
+
+@pytest.mark.parametrize(("call", "message"), BAD_CANDIDATES, ids=[message for _, message in BAD_CANDIDATES])
+def test_candidates_of_bad_arguments_are_refused_by_name(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        call()
 
 
 def test_what_an_option_means(tmp_path: Path) -> None:
