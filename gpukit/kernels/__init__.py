@@ -1,7 +1,8 @@
 """The public ops, one module per subject.
 
 Arrays decide where an op runs: NumPy arrays run the reference in `kernels/reference`, device arrays the kernel in `kernels/numba` or
-`kernels/cuda`. Every op launches at most once (`prefill` twice), never waits, and has a `prepare` that checks and packs its arguments once.
+`kernels/cuda`. Every op launches at most once (`prefill` twice, those of `moe` as they say), never waits, and has a `prepare` that checks and packs
+its arguments once.
 """
 
 from gpukit.kernels import (
@@ -14,6 +15,7 @@ from gpukit.kernels import (
     gates,
     linear,
     metadata,
+    moe,
     norm,
     page_copy,
     page_table,
@@ -35,6 +37,7 @@ __all__ = [
     "gates",
     "linear",
     "metadata",
+    "moe",
     "norm",
     "page_copy",
     "page_table",

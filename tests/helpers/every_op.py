@@ -17,6 +17,7 @@ from gpukit.kernels import (
     gates,
     linear,
     metadata,
+    moe,
     norm,
     page_copy,
     page_table,
@@ -28,7 +29,7 @@ from gpukit.kernels import (
 )
 from gpukit.kernels.free_list import DevicePages
 from gpukit.kernels.state_pool import ReplayLog, StatePool
-from tests.helpers.bf16 import random_bits
+from tests.helpers.bf16 import bits, random_bits
 
 Make = Callable[[np.ndarray], Any]
 
@@ -296,6 +297,24 @@ def gated_delta_ops() -> list[OpCase]:
             lambda a: ((*inputs(a), log_of(a), a["accepted"], log_of(a, "new_")), {**exact, "out": a["out"]}),
         ),
         OpCase(
+            "conv_record",
+            gated_delta.conv_record,
+            {
+                # Eights and sums of two of them, which the activation leaves as they are.
+                "x": np.where(small(2, 3, 256, often=0.02), 0x4100, 0).astype(np.uint16),
+                "weight": np.tile(np.array([0, 0, 0x3F80, 0x3F80], np.uint16), (256, 1)),
+                **{name: values[name] for name in ("g", "beta", "rec", "slots")},
+                **out,
+                **log,
+                "conv": np.where(small(2, 4, 3, 256, often=0.02), 0x4100, 0).astype(np.uint16),
+                "log_conv": small(2, 3, 3, 256, often=0.5),
+            },
+            lambda a: (
+                (a["x"], a["weight"], a["g"], a["beta"], StatePool(a["rec"], a["conv"]), a["slots"], log_of(a)),
+                {**exact, "out": a["out"]},
+            ),
+        ),
+        OpCase(
             "fold",
             gated_delta.fold,
             {"rec": values["rec"], **log, **histories, "rows": np.array([[0, 0, 2], [1, 3, 3], [2, 2, 0]])},
@@ -438,6 +457,70 @@ def row_split_ops() -> list[OpCase]:
     ]
 
 
+def moe_ops() -> list[OpCase]:
+    """Equal scores and whole numbers, whose sums are exact in any order, and gates whose sigmoid is 0.5 or 1."""
+    rng = np.random.default_rng(9)
+
+    def some(values: list[int], often: float, *shape: int) -> np.ndarray:
+        return bits(rng.choice([0, *values], shape, p=[1 - often] + [often / len(values)] * len(values)))
+
+    router = np.zeros((13, 128), np.uint16)
+    router[[0, 2, 3, 5, 6, 8, 9, 11], 0] = bits(2)
+    x = some([1], 0.3, 3, 128)
+    x[:, 0] = bits(1)
+    gates = np.concatenate((some([32], 0.05, 13, 128, 128), some([-1, 1], 0.1, 13, 128, 128)), axis=1).reshape(13 * 256, 128)
+    downs = some([-1, 1], 0.1, 13 * 128, 128)
+    weights = {"router": router, "gate_up": gates[:-256], "down": downs[:-128], "shared_gate_up": gates[-256:], "shared_down": downs[-128:]}
+    ids = np.flatnonzero(router[:, 0]).astype(np.int32)[None] + np.array([[0], [1], [0]], np.int32)
+    alpha, scale, dest = np.full((3, 8), 0.125, np.float32), np.full(3, 0.5, np.float32), some([1, 2], 0.5, 3, 128)
+    act = np.zeros((3, 9, 128), np.float32)
+    index, grouped = rng.integers(0, 20, (3, 9)).astype(np.int32), some([1, -3], 0.7, 20, 128)
+
+    def mixture(a: dict[str, Any]) -> moe.MoeWeights:
+        return moe.MoeWeights(**{name: a[name] for name in weights})
+
+    scratch = {"workspace": np.zeros(moe.workspace_bytes(3, moe.MoeWeights(**weights)), np.uint8)}
+    return [
+        OpCase(
+            "route",
+            moe.route,
+            {"x": x, "router": router, "ids": ids * 0, "alpha": alpha * 0, "scale": scale * 0, **scratch},
+            lambda a: (
+                (a["x"], a["router"]),
+                {"ids": a["ids"], "alpha": a["alpha"], "shared_scale": a["scale"], "workspace": a["workspace"]},
+            ),
+            scratch=("workspace",),
+        ),
+        OpCase(
+            "gate_up",
+            moe.gate_up,
+            {"x": x, "ids": ids, "act": act, **weights, **scratch},
+            lambda a: ((a["x"], a["ids"], mixture(a)), {"out": a["act"], "workspace": a["workspace"]}),
+            scratch=("workspace",),
+        ),
+        OpCase(
+            "down_add",
+            moe.down_add,
+            {"ids": ids, "alpha": alpha, "scale": scale, "act": act + 3, "dest": dest, **weights, **scratch},
+            lambda a: ((a["ids"], a["alpha"], a["scale"], a["act"], mixture(a), a["dest"]), {"workspace": a["workspace"]}),
+            scratch=("workspace",),
+        ),
+        OpCase(
+            "sparse_moe",
+            moe.sparse_moe,
+            {"x": x, "dest": dest, **weights, **scratch},
+            lambda a: ((a["x"], mixture(a), a["dest"]), {"workspace": a["workspace"]}),
+            scratch=("workspace",),
+        ),
+        OpCase(
+            "prefill_reduce",
+            moe.prefill_reduce,
+            {"grouped": grouped, "index": index, "weights": np.tile(alpha[:, :1], 9), "out": dest},
+            lambda a: ((a["grouped"], a["index"], a["weights"], a["out"]), {}),
+        ),
+    ]
+
+
 def speculative_ops() -> list[OpCase]:
     rng = np.random.default_rng(7)
     logits, hidden = (rng.standard_normal((3, 4, 130)) * 3).astype(np.float32), random_bits(rng, 3, 4, 24)
@@ -543,4 +626,5 @@ def every_op() -> list[OpCase]:
         *speculative_ops(),
         *residency_ops(),
         *row_split_ops(),
+        *moe_ops(),
     ]

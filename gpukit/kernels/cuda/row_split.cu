@@ -3,6 +3,7 @@
 
 #include "bf16.cuh"
 #include "gpukit.cuh"
+#include "half.cuh"
 
 constexpr int THREADS = 256;
 // Elements of a thread.
@@ -15,20 +16,6 @@ struct Codes {
     // Threads of a group.
     static constexpr int LANES = (BITS == 8 ? 32 : 64) / OCT;
 };
-
-__device__ __forceinline__ float half_to_float(unsigned short bits)
-{
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-    return value;
-}
-
-__device__ __forceinline__ unsigned short float_to_half(float value)
-{
-    unsigned short bits;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-    return bits;
-}
 
 // Write the bits of eight codes.
 template <int BITS>

@@ -1,0 +1,751 @@
+// Device code of the decode schedule of a sparse mixture of experts: what it promises stands in `kernels/moe.py`. Four launches: scores of all
+// experts; selection, and the batch grouped by expert; gate and up projections; down projections and their weighted sum. Each expert's weights
+// stream from memory to registers once, whatever the number of its tokens; the next unit's are on their way while this one's sums are put together.
+// All sums are taken in an order that follows from the geometry alone, so that a token's result never depends on the batch.
+
+#include "moe.cuh"
+
+constexpr int SCORE_WARPS = 8;
+// Parts of a router row that go to different blocks, and the row's steps of 32 elements that a warp keeps in registers.
+constexpr int SCORE_PARTS = 4;
+constexpr int SCORE_STAGES = 4;
+constexpr int SELECT_WARPS = 16;
+constexpr int GATE_WARPS = 4;
+constexpr int DOWN_WARPS = 16;
+constexpr int TILE = 16;
+// Octs of activations that are on their way, from the L1: a step or two.
+constexpr int OCTS_AHEAD = 2;
+
+__device__ __forceinline__ void prefetch_line(const char* address)
+{
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
+// Scores: parts[part][token][expert], in rows of `row` floats.
+extern "C" __global__ void __launch_bounds__(SCORE_WARPS * 32) gpukit_scores(
+    const Bytes16* x,       // [tokens, 8 elements each]
+    int64 x_row,
+    const char* router,     // [rows, 32 * steps] bfloat16
+    int64 steps,
+    int64 rows,
+    int64 tokens,
+    float* parts,
+    int64 row,
+    int64 row_tiles)
+{
+    __shared__ float partial[SCORE_WARPS][TILE][COLUMNS];
+    const int warp = threadIdx.x >> 5, line = (threadIdx.x & 31) >> 2, quad = threadIdx.x & 3;
+    const int tile = blockIdx.x % static_cast<unsigned>(row_tiles), rest = blockIdx.x / static_cast<unsigned>(row_tiles);
+    const int part = rest % SCORE_PARTS;
+    const int64 first_token = static_cast<int64>(rest / SCORE_PARTS) * BATCH;
+    const int slices = SCORE_PARTS * SCORE_WARPS, slice = part * SCORE_WARPS + warp;
+    const int length = static_cast<int>(steps), last = static_cast<int>(rows) - 1;
+    const int begin = length * slice / slices, end = length * (slice + 1) / slices;
+    const int upper = min(tile * TILE + line, last) * length, lower = min(tile * TILE + line + 8, last) * length;
+    const Bank bank = {router, nullptr, nullptr};
+    const CachePolicy policy = policy_keep_normally();
+    Bf16::Raw held[SCORE_STAGES][2];
+#pragma unroll
+    for (int stage = 0; stage < SCORE_STAGES; stage++)
+        if (begin + stage < end) {
+            Bf16::load(held[stage][0], bank, upper + begin + stage, quad, policy);
+            Bf16::load(held[stage][1], bank, lower + begin + stage, quad, policy);
+        }
+    wait_for_predecessor();
+    release_successor();
+    // Tokens are taken eight at a time: those to come are asked for now.
+    const int part_begin = length * part / SCORE_PARTS, part_bytes = (length * (part + 1) / SCORE_PARTS - part_begin) * Bf16::STEP * 2;
+    const int lines = (part_bytes + 127) / 128, here = static_cast<int>(min(tokens - first_token, static_cast<int64>(BATCH)));
+    for (int i = COLUMNS * lines + threadIdx.x; i < here * lines; i += SCORE_WARPS * 32)
+        prefetch_line(reinterpret_cast<const char*>(x + (first_token + i / lines) * x_row + 4 * part_begin) + i % lines * 128);
+#pragma unroll 1
+    for (int64 first = first_token; first < min(first_token + BATCH, tokens); first += COLUMNS) {
+        const bool is_there = first + line < tokens;
+        const Bytes16* own_x = x + (is_there ? first + line : 0) * x_row + quad;
+        float sums[4] = {};
+#pragma unroll 1
+        for (int from = begin; from < end; from += SCORE_STAGES) {
+            if (end - begin > SCORE_STAGES && (from > begin || first > first_token)) {
+#pragma unroll
+                for (int stage = 0; stage < SCORE_STAGES; stage++)
+                    if (from + stage < end) {
+                        Bf16::load(held[stage][0], bank, upper + from + stage, quad, policy);
+                        Bf16::load(held[stage][1], bank, lower + from + stage, quad, policy);
+                    }
+            }
+            Bytes16 taken[SCORE_STAGES];
+#pragma unroll
+            for (int stage = 0; stage < SCORE_STAGES; stage++)
+                taken[stage] = is_there && from + stage < end ? own_x[4 * (from + stage)] : Bytes16{};
+#pragma unroll
+            for (int stage = 0; stage < SCORE_STAGES; stage++)
+                if (from + stage < end) {
+                    unsigned one[4], other[4];
+                    Bf16::expand(held[stage][0], 0, one);
+                    Bf16::expand(held[stage][1], 0, other);
+                    const unsigned pairs[4] = {taken[stage].x, taken[stage].y, taken[stage].z, taken[stage].w};
+                    multiply_oct(sums, one, other, pairs);
+                }
+        }
+        *reinterpret_cast<float2*>(&partial[warp][line][2 * quad]) = make_float2(sums[0], sums[1]);
+        *reinterpret_cast<float2*>(&partial[warp][line + 8][2 * quad]) = make_float2(sums[2], sums[3]);
+        __syncthreads();
+        if (threadIdx.x < TILE * COLUMNS) {
+            const int its_row = threadIdx.x % TILE, column = threadIdx.x / TILE;
+            float sum = partial[0][its_row][column];
+#pragma unroll
+            for (int other = 1; other < SCORE_WARPS; other++)
+                sum += partial[other][its_row][column];
+            const int64 token = first + column;
+            // What fills a row up is written too: it is read, though not looked at.
+            if (token < tokens && tile * TILE + its_row < row)
+                parts[(part * tokens + token) * row + tile * TILE + its_row] = sum;
+        }
+        __syncthreads();
+    }
+}
+
+// Larger for larger numbers, 0 for none; -0 is 0.
+__device__ __forceinline__ unsigned to_key(float value)
+{
+    const unsigned bits = __float_as_uint(value + 0.0f);
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+__device__ __forceinline__ float from_key(unsigned key)
+{
+    return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
+}
+
+// One token's score of an expert: its parts, in their order.
+__device__ __forceinline__ float score_of(const float* parts, int64 apart, int64 expert)
+{
+    float sum = parts[expert];
+#pragma unroll
+    for (int part = 1; part < SCORE_PARTS; part++)
+        sum += parts[part * apart + expert];
+    return sum;
+}
+
+// A warp chooses the experts of a token: lane r < TOP leaves with the one of rank r and its score. False where a score is NaN.
+__device__ __forceinline__ bool choose(const float* parts, int64 apart, int experts, bool has_shared, int& id, float& score, float& shared)
+{
+    constexpr int EACH = MOST_EXPERTS / 32;
+    const int lane = threadIdx.x & 31, first = lane * EACH;
+    float own[EACH] = {};
+    if (first < experts)
+#pragma unroll
+        for (int part = 0; part < SCORE_PARTS; part++)
+#pragma unroll
+            for (int half = 0; half < EACH / 4; half++) {
+                const float4 four = *reinterpret_cast<const float4*>(parts + part * apart + first + 4 * half);
+                own[4 * half] = part ? own[4 * half] + four.x : four.x;
+                own[4 * half + 1] = part ? own[4 * half + 1] + four.y : four.y;
+                own[4 * half + 2] = part ? own[4 * half + 2] + four.z : four.z;
+                own[4 * half + 3] = part ? own[4 * half + 3] + four.w : four.w;
+            }
+    shared = has_shared ? score_of(parts, apart, experts) : 0.0f;
+    unsigned keys[EACH];
+    bool bad = shared != shared;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        const bool is_there = first + i < experts;
+        bad |= is_there && own[i] != own[i];
+        keys[i] = is_there ? to_key(own[i]) : 0;
+    }
+    if (__ballot_sync(~0u, bad))
+        return false;
+#pragma unroll
+    for (int rank = 0; rank < TOP; rank++) {
+        unsigned best = keys[0];
+#pragma unroll
+        for (int i = 1; i < EACH; i++)
+            best = max(best, keys[i]);
+        const unsigned top = __reduce_max_sync(~0u, best);
+        // Lanes have ascending experts: the first lane, and the first there, is the smallest.
+        const int owner = __ffs(__ballot_sync(~0u, best == top)) - 1;
+        int where = 0;
+#pragma unroll
+        for (int i = EACH - 1; i >= 0; i--)
+            where = keys[i] == top ? i : where;
+        const int chosen = __shfl_sync(~0u, first + where, owner);
+#pragma unroll
+        for (int i = 0; i < EACH; i++)
+            keys[i] = lane == owner && i == where ? 0 : keys[i];
+        if (lane == rank) {
+            id = chosen;
+            score = from_key(top);
+        }
+    }
+    return true;
+}
+
+// Selection for 64 tokens a block, or a check of given ids, and what the later launches want to know of the batch: all in one launch, because a
+// launch costs as much as any of it.
+extern "C" __global__ void __launch_bounds__(SELECT_WARPS * 32) gpukit_select(
+    const float* parts,     // [SCORE_PARTS, tokens, row], 0 where ids are given
+    int64 row,
+    int64 experts,
+    int64 has_shared,
+    int64 tokens,
+    int* ids,               // [tokens, TOP]
+    float* alpha,           // rows of alpha_row
+    int64 alpha_row,
+    float* shared_scale,    // shared_row apart
+    int64 shared_row,
+    Groups* groups,         // of a single block, or 0
+    uint64* owners,         // [blocks, experts]: tokens of each expert as bits, or 0
+    int64* signal)
+{
+    __shared__ uint64 masks[MOST_EXPERTS + 1];
+    __shared__ int firsts[MOST_EXPERTS + 1];
+    __shared__ int chosen[BATCH][TOP];
+    __shared__ int totals[SELECT_WARPS];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, most = static_cast<int>(experts);
+    const int64 first = static_cast<int64>(blockIdx.x) * BATCH;
+    const int here = static_cast<int>(min(tokens - first, static_cast<int64>(BATCH)));
+    for (int i = threadIdx.x; i <= MOST_EXPERTS; i += SELECT_WARPS * 32)
+        masks[i] = 0;
+    __syncthreads();
+    // Before the wait: what comes next has weights to fetch that do not hang on the choice.
+    release_successor();
+    wait_for_predecessor();
+#pragma unroll 1
+    for (int token = warp; token < here; token += SELECT_WARPS) {
+        int id = -1;
+        bool good;
+        if (parts) {
+            float score = 0.0f, shared = 0.0f;
+            good = choose(parts + (first + token) * row, tokens * row, most, has_shared != 0, id, score, shared);
+            if (!good)
+                id = -1;
+            const float largest = __shfl_sync(~0u, score, 0);
+            const float weight = expf(score - largest);
+            float sum = weight;
+#pragma unroll
+            for (int distance = 1; distance < TOP; distance *= 2)
+                sum += __shfl_xor_sync(~0u, sum, distance);
+            if (lane < TOP) {
+                ids[(first + token) * TOP + lane] = id;
+                alpha[(first + token) * alpha_row + lane] = good ? weight / sum : 0.0f;
+            }
+            if (lane == 0) {
+                if (has_shared)
+                    shared_scale[(first + token) * shared_row] = good ? 1.0f / (1.0f + expf(-shared)) : 0.0f;
+                if (!good)
+                    count(signal, OUT_OF_RANGE);
+            }
+        } else {
+            if (lane < TOP)
+                id = ids[(first + token) * TOP + lane];
+            bool bad = lane < TOP && (id < 0 || id >= most);
+#pragma unroll
+            for (int distance = 1; distance < TOP; distance++)
+                bad |= __shfl_sync(~0u, id, (lane + distance) & (TOP - 1)) == id && lane < TOP;
+            good = !__ballot_sync(~0u, bad);
+            const bool any = __ballot_sync(~0u, lane < TOP && id >= 0) != 0;
+            if (!good && any && lane == 0)
+                count(signal, OUT_OF_RANGE);
+        }
+        if (lane < TOP)
+            chosen[token][lane] = good ? id : -1;
+        if (good && lane < TOP)
+            atomicOr(&masks[id], 1ull << token);
+        if (good && lane == TOP)
+            atomicOr(&masks[MOST_EXPERTS], 1ull << token);
+    }
+    __syncthreads();
+    if (owners)
+        for (int i = threadIdx.x; i < most; i += SELECT_WARPS * 32)
+            owners[static_cast<int64>(blockIdx.x) * experts + i] = masks[i];
+    if (!groups)
+        return;
+    // Thread 0 has the shared expert, the others one expert each.
+    const int own = threadIdx.x ? threadIdx.x - 1 : MOST_EXPERTS;
+    const bool counts = threadIdx.x ? own < most : has_shared != 0;
+    const uint64 mask = counts ? masks[own] : 0;
+    const int size = __popcll(mask), segments = (size + COLUMNS - 1) / COLUMNS;
+    int sum = segments;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const int before = __shfl_up_sync(~0u, sum, distance);
+        sum += lane >= distance ? before : 0;
+    }
+    if (lane == 31)
+        totals[warp] = sum;
+    __syncthreads();
+    int begin = sum - segments;
+    for (int other = 0; other < warp; other++)
+        begin += totals[other];
+    if (counts) {
+        firsts[own] = begin;
+        for (int i = 0; i < segments; i++) {
+            Segment* segment = groups->each + begin + i;
+            *reinterpret_cast<Bytes16*>(segment) = make_uint4(threadIdx.x ? own : 0, min(size - i * COLUMNS, COLUMNS), segments > 1, 0);
+            *reinterpret_cast<Bytes16*>(segment->routes) = Bytes16{};
+        }
+    }
+    if (threadIdx.x == 0) {
+        groups->shared_segments = segments;
+        groups->tokens = masks[MOST_EXPERTS];
+    }
+    if (threadIdx.x == SELECT_WARPS * 32 - 1)
+        groups->segments = begin + segments;
+    __syncthreads();
+    for (int i = threadIdx.x; i < here * (TOP + 1); i += SELECT_WARPS * 32) {
+        const int token = i / (TOP + 1), rank = i % (TOP + 1);
+        if (chosen[token][0] < 0 || (rank == TOP && !has_shared))
+            continue;
+        const int expert = rank == TOP ? MOST_EXPERTS : chosen[token][rank];
+        const int place = __popcll(masks[expert] & ((1ull << token) - 1));
+        groups->each[firsts[expert] + place / COLUMNS].routes[place % COLUMNS] = static_cast<Bytes2>(16 * token + rank);
+    }
+}
+
+// Where a unit's weights are, in steps from the beginning of the bank, for this lane's two rows, and the token of its column.
+struct Place {
+    int upper;
+    int lower;
+    int packed;  // tokens of the segment, 16 where it is read again, the route from bit 8 on
+    int tile;
+
+    __device__ __forceinline__ Place(const Segment* segment, int column, int tile) : tile(tile)
+    {
+        // From the L2: the L1 may be older than the groups, where they are read before the wait for the launch in front.
+        const Bytes16 head = __ldcg(reinterpret_cast<const Bytes16*>(segment));
+        upper = static_cast<int>(head.x);
+        packed = static_cast<int>(head.y | head.z << 4 | __ldcg(segment->routes + column) << 8);
+    }
+
+    __device__ __forceinline__ int count() const
+    {
+        return packed & 15;
+    }
+
+    __device__ __forceinline__ int route() const
+    {
+        return packed >> 8;
+    }
+
+    __device__ __forceinline__ CachePolicy policy() const
+    {
+        return packed & 16 ? policy_keep_normally() : policy_evict_first();
+    }
+};
+
+// Ask for a line of 128 bytes: it comes to the L1, and nothing waits for it. A load into a register that nobody reads would be left out by the
+// compiler, so a word of the line is copied to where nobody looks.
+__device__ __forceinline__ void copy_word_later(unsigned* to, const char* from)
+{
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(to))), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void touch_line(const char* address)
+{
+    __shared__ unsigned ignored[DOWN_WARPS * 32];
+    copy_word_later(ignored + threadIdx.x, address);
+}
+
+// The threads of all blocks bring `bytes` into the L2.
+__device__ __forceinline__ void prefetch_all(const char* from, int64 bytes)
+{
+    const int64 apart = 128ll * gridDim.x * blockDim.x;
+    for (int64 at = 128ll * (static_cast<int64>(blockIdx.x) * blockDim.x + threadIdx.x); at < bytes; at += apart)
+        prefetch_line(from + at);
+}
+
+// A lane's octs of activations in a step: bfloat16 as they are, or float32 as a sum of two, the second being what the first leaves.
+template <typename Format>
+struct FromBf16 {
+    static constexpr int TERMS = 1;
+    Bytes16 octs[Format::OCTS];
+
+    __device__ __forceinline__ void load(const Bytes16* from, bool is_there)
+    {
+#pragma unroll
+        for (int oct = 0; oct < Format::OCTS; oct++)
+            octs[oct] = is_there ? from[oct] : Bytes16{};
+    }
+
+    __device__ __forceinline__ void expand(int oct, unsigned (&terms)[TERMS][4]) const
+    {
+        terms[0][0] = octs[oct].x;
+        terms[0][1] = octs[oct].y;
+        terms[0][2] = octs[oct].z;
+        terms[0][3] = octs[oct].w;
+        arrange<Format::ORDER>(terms[0]);
+    }
+};
+
+template <typename Format>
+struct FromFloat {
+    static constexpr int TERMS = 2;
+    float4 octs[Format::OCTS][2];
+
+    __device__ __forceinline__ void load(const Bytes16* from, bool is_there)
+    {
+#pragma unroll
+        for (int oct = 0; oct < Format::OCTS; oct++)
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                octs[oct][half] = is_there ? reinterpret_cast<const float4*>(from)[2 * oct + half] : float4{};
+    }
+
+    __device__ __forceinline__ void expand(int oct, unsigned (&terms)[TERMS][4]) const
+    {
+        const float values[8] = {octs[oct][0].x, octs[oct][0].y, octs[oct][0].z, octs[oct][0].w,
+                                 octs[oct][1].x, octs[oct][1].y, octs[oct][1].z, octs[oct][1].w};
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            constexpr int APART = Format::ORDER == NIBBLES ? 4 : Format::ORDER == BYTES ? 2 : 1;
+            const int first = Format::ORDER == NIBBLES ? i : Format::ORDER == BYTES ? i % 2 + i / 2 * 4 : 2 * i;
+            const float low = values[first], high = values[first + APART];
+            const unsigned pair = floats_to_pair(low, high);
+            terms[0][i] = pair;
+            terms[1][i] = floats_to_pair(low - low_of_pair(pair), high - high_of_pair(pair));
+        }
+    }
+};
+
+// Lanes ask for all that they will read of a unit's activations: one after the other, step by step, it would take too long.
+template <typename Work>
+__device__ __forceinline__ void touch(const Work& work, const Place& place)
+{
+    const int quad = threadIdx.x & 3, line = (threadIdx.x & 31) >> 2;
+    if (line >= place.count())
+        return;
+    // From the first lane's on: nothing past the row's end may be touched.
+    const char* from = reinterpret_cast<const char*>(work.activations(place.route()) - quad * (Work::STEP_LENGTH / 4) * Work::OCTS);
+#pragma unroll 1
+    for (int at = 128 * quad; at < work.activation_bytes; at += 512)
+        touch_line(from + at);
+}
+
+// A warp's way through its units: `Work` says where a unit's weights and activations are and what becomes of its sums.
+template <typename Format, int STAGES, typename Work>
+__device__ __forceinline__ void stream(Work& work, int unit, int apart, int units)
+{
+    if (unit >= units)
+        return;
+    constexpr int AHEAD = OCTS_AHEAD / Format::OCTS;
+    const int quad = threadIdx.x & 3, line = (threadIdx.x & 31) >> 2, steps = work.own_steps;
+    typename Format::Raw held[STAGES][2];
+    Place place = work.place(unit);
+    const CachePolicy first_policy = place.policy();
+#pragma unroll
+    for (int stage = 0; stage < STAGES; stage++)
+        if (stage < steps) {
+            Format::load(held[stage][0], work.bank, place.upper + stage, quad, first_policy);
+            Format::load(held[stage][1], work.bank, place.lower + stage, quad, first_policy);
+        }
+    work.wait();
+    touch(work, place);
+#pragma unroll 1
+    while (true) {
+        const bool is_there = line < place.count();
+        const Bytes16* activations = work.activations(place.route());
+        typename Work::template Activations<Format> taken[AHEAD];
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++)
+            taken[i].load(activations + i * Work::STEP_LENGTH * Format::OCTS, is_there && i < steps);
+        const bool is_last = unit + apart >= units;
+        const Place next = is_last ? place : work.place(unit + apart);
+        if (!is_last)
+            touch(work, next);
+        float sums[4] = {};
+#pragma unroll 1
+        for (int from = 0; from < steps; from += STAGES) {
+            // What comes into the place of a stage: the unit's next steps, or the next unit's first.
+            const bool is_end = from + STAGES >= steps;
+            const int upper = is_end ? next.upper : place.upper + from + STAGES, lower = is_end ? next.lower : place.lower + from + STAGES;
+            const int left = is_end ? (is_last ? 0 : steps) : steps - from - STAGES;
+            const CachePolicy policy = (is_end ? next : place).policy();
+#pragma unroll
+            for (int stage = 0; stage < STAGES; stage++) {
+                if (from + stage < steps) {
+                    float products[4] = {};
+                    float(&target)[4] = Format::HAS_SCALE ? products : sums;
+#pragma unroll
+                    for (int oct = 0; oct < Format::OCTS; oct++) {
+                        unsigned one[4], other[4], terms[Work::template Activations<Format>::TERMS][4];
+                        Format::expand(held[stage][0], oct, one);
+                        Format::expand(held[stage][1], oct, other);
+                        taken[stage % AHEAD].expand(oct, terms);
+#pragma unroll
+                        for (int term = 0; term < Work::template Activations<Format>::TERMS; term++)
+                            multiply_oct(target, one, other, terms[term]);
+                    }
+                    if (Format::HAS_SCALE) {
+                        const float of_upper = Format::scale(held[stage][0]), of_lower = Format::scale(held[stage][1]);
+                        sums[0] = fmaf(of_upper, products[0], sums[0]);
+                        sums[1] = fmaf(of_upper, products[1], sums[1]);
+                        sums[2] = fmaf(of_lower, products[2], sums[2]);
+                        sums[3] = fmaf(of_lower, products[3], sums[3]);
+                    }
+                    const int step = from + stage + AHEAD;
+                    if (step < steps)
+                        taken[stage % AHEAD].load(activations + step * Work::STEP_LENGTH * Format::OCTS, is_there);
+                }
+                if (stage < left) {
+                    Format::load(held[stage][0], work.bank, upper + stage, quad, policy);
+                    Format::load(held[stage][1], work.bank, lower + stage, quad, policy);
+                }
+            }
+        }
+        work.finish(place, sums);
+        if (is_last)
+            return;
+        place = next;
+        unit += apart;
+    }
+}
+
+// The first of a range of units, counted from `first` on, that is this block's or warp's: unit u belongs to number u % all.
+__device__ __forceinline__ int first_unit(int own, int all, int first)
+{
+    const int remainder = first % all;
+    return own >= remainder ? own - remainder : own - remainder + all;
+}
+
+struct GateUp {
+    const Bytes16* x;
+    int64 x_row;
+    int64 hidden;
+    int64 width;
+    const Groups* groups;
+    float* act;  // [tokens, paths, width]
+    int64 paths;
+    // What all tokens need: the shared expert's gate and up rows, and its down rows, which the next launch reads.
+    int64 shared_bytes;
+    const char* ahead;
+    int64 ahead_bytes;
+};
+
+// A unit is a tile of 8 gate and 8 up rows for a segment; the warps of the block have slices of the rows.
+template <typename Format>
+struct GateUpWork {
+    template <typename Own>
+    using Activations = FromBf16<Own>;
+    // Accesses of 16 bytes in a step, an oct of each lane being one.
+    static constexpr int STEP_LENGTH = 4, OCTS = Format::OCTS;
+    const GateUp& call;
+    Bank bank;
+    const Segment* segments;
+    float (*partial)[GATE_WARPS][TILE][COLUMNS];
+    int tiles, all_steps, begin, own_steps, activation_bytes, parity;
+
+    __device__ __forceinline__ GateUpWork(const GateUp& call, const Bank& bank, const Segment* segments, float (*partial)[GATE_WARPS][TILE][COLUMNS])
+        : call(call), bank(bank), segments(segments), partial(partial)
+    {
+        const int warp = threadIdx.x >> 5;
+        tiles = static_cast<int>(call.width) / 8;
+        all_steps = static_cast<int>(call.hidden) / Format::STEP;
+        begin = all_steps * warp / GATE_WARPS;
+        own_steps = all_steps * (warp + 1) / GATE_WARPS - begin;
+        activation_bytes = own_steps * Format::STEP * 2;
+        parity = 0;
+    }
+
+    __device__ __forceinline__ Place place(int unit) const
+    {
+        const int line = (threadIdx.x & 31) >> 2, width = static_cast<int>(call.width);
+        Place found(segments + unit / tiles, line, unit % tiles);
+        found.upper = (found.upper * 2 * width + found.tile * 8 + line) * all_steps + begin;
+        found.lower = found.upper + width * all_steps;
+        return found;
+    }
+
+    __device__ __forceinline__ void wait() const {}
+
+    __device__ __forceinline__ const Bytes16* activations(int route) const
+    {
+        return call.x + (route >> 4) * call.x_row + (begin * STEP_LENGTH + (threadIdx.x & 3)) * Format::OCTS;
+    }
+
+    __device__ __forceinline__ void finish(const Place& place, const float (&sums)[4])
+    {
+        const int warp = threadIdx.x >> 5, line = (threadIdx.x & 31) >> 2, quad = threadIdx.x & 3;
+        float(*own)[TILE][COLUMNS] = partial[parity];
+        *reinterpret_cast<float2*>(&own[warp][line][2 * quad]) = make_float2(sums[0], sums[1]);
+        *reinterpret_cast<float2*>(&own[warp][line + 8][2 * quad]) = make_float2(sums[2], sums[3]);
+        __syncthreads();
+        // The routes of columns are those of the lanes 4 * column.
+        const int row = threadIdx.x % 8, column = threadIdx.x / 8;
+        if (warp < 2) {
+            const int route = __shfl_sync(~0u, place.route(), 4 * (column % COLUMNS));
+            float gate = own[0][row][column], up = own[0][row + 8][column];
+#pragma unroll
+            for (int other = 1; other < GATE_WARPS; other++) {
+                gate += own[other][row][column];
+                up += own[other][row + 8][column];
+            }
+            if (column < place.count())
+                call.act[((route >> 4) * call.paths + (route & 15)) * call.width + place.tile * 8 + row] = silu(gate) * up;
+        }
+        parity ^= 1;
+    }
+};
+
+// HAS_OTHER: whether the shared expert may be in eight bits where the others are not.
+template <typename Format, int STAGES, bool HAS_OTHER>
+__device__ __forceinline__ void run_gate_up(const GateUp& call, const Bank& bank, const Bank& shared, bool is_shared_other)
+{
+    __shared__ float partial[2][GATE_WARPS][TILE][COLUMNS];
+    prefetch_all(shared.base, call.shared_bytes);
+    prefetch_all(call.ahead, call.ahead_bytes);
+    // Released only after the wait: the next launch counts on the groups' being there.
+    wait_for_predecessor();
+    release_successor();
+    const int tiles = static_cast<int>(call.width) / 8, all = gridDim.x, own = blockIdx.x;
+    const int shared_units = call.groups->shared_segments * tiles, units = call.groups->segments * tiles - shared_units;
+    const Segment* segments = call.groups->each;
+    if (HAS_OTHER && is_shared_other) {
+        GateUpWork<Wide> work(call, shared, segments, partial);
+        stream<Wide, STAGES>(work, own, all, shared_units);
+    } else {
+        GateUpWork<Format> work(call, shared, segments, partial);
+        stream<Format, STAGES>(work, own, all, shared_units);
+    }
+    __syncthreads();
+    GateUpWork<Format> work(call, bank, segments + call.groups->shared_segments, partial);
+    stream<Format, STAGES>(work, first_unit(own, all, shared_units), all, units);
+    wait_for_copies();
+}
+
+struct Down {
+    const float* act;  // [tokens, paths, width]
+    int64 paths;
+    int64 hidden;
+    int64 width;
+    const Groups* groups;
+    const float* alpha;         // [tokens, TOP]
+    const float* shared_scale;  // [tokens], 0 without a shared expert
+    Bytes2* dest;
+    int64 dest_row;
+    int64 tokens;
+    int64 are_groups_ready;  // whether the launch in front of the one in front made them
+};
+
+// A unit is a segment; the block's tile of rows is the same for all. Each warp has units of its own.
+template <typename Format>
+struct DownWork {
+    template <typename Own>
+    using Activations = FromFloat<Own>;
+    static constexpr int STEP_LENGTH = 8, OCTS = Format::OCTS;
+    const Down& call;
+    Bank bank;
+    const Segment* segments;
+    float (*sums_of_paths)[TILE];
+    int own_steps, activation_bytes;
+
+    __device__ __forceinline__ DownWork(const Down& call, const Bank& bank, const Segment* segments, float (*sums_of_paths)[TILE])
+        : call(call), bank(bank), segments(segments), sums_of_paths(sums_of_paths)
+    {
+        own_steps = static_cast<int>(call.width) / Format::STEP;
+        activation_bytes = static_cast<int>(call.width) * 4;
+    }
+
+    __device__ __forceinline__ Place place(int unit) const
+    {
+        const int line = (threadIdx.x & 31) >> 2;
+        Place found(segments + unit, line, blockIdx.x);
+        found.upper = (found.upper * static_cast<int>(call.hidden) + found.tile * TILE + line) * own_steps;
+        found.lower = found.upper + 8 * own_steps;
+        return found;
+    }
+
+    __device__ __forceinline__ void wait() const
+    {
+        if (call.are_groups_ready)
+            wait_for_predecessor();
+    }
+
+    __device__ __forceinline__ const Bytes16* activations(int route) const
+    {
+        const float* row = call.act + ((route >> 4) * call.paths + (route & 15)) * call.width;
+        return reinterpret_cast<const Bytes16*>(row) + (threadIdx.x & 3) * 2 * Format::OCTS;
+    }
+
+    __device__ __forceinline__ void finish(const Place& place, const float (&sums)[4]) const
+    {
+        const int line = (threadIdx.x & 31) >> 2, quad = threadIdx.x & 3, paths = static_cast<int>(call.paths);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int route = __shfl_sync(~0u, place.route(), 4 * (2 * quad + i));
+            if (2 * quad + i < place.count()) {
+                float* own = sums_of_paths[(route >> 4) * paths + (route & 15)];
+                own[line] = sums[i];
+                own[line + 8] = sums[i + 2];
+            }
+        }
+    }
+};
+
+template <typename Format, int STAGES, bool HAS_OTHER>
+__device__ __forceinline__ void run_down(const Down& call, const Bank& bank, const Bank& shared, bool is_shared_other)
+{
+    __shared__ float sums_of_paths[BATCH * (TOP + 1)][TILE];
+    if (!call.are_groups_ready)
+        wait_for_predecessor();
+    const int own = threadIdx.x >> 5, shared_units = __ldcg(&call.groups->shared_segments), units = __ldcg(&call.groups->segments) - shared_units;
+    const Segment* segments = call.groups->each;
+    if (HAS_OTHER && is_shared_other) {
+        DownWork<Wide> work(call, shared, segments, sums_of_paths);
+        stream<Wide, STAGES>(work, own, DOWN_WARPS, shared_units);
+    } else {
+        DownWork<Format> work(call, shared, segments, sums_of_paths);
+        stream<Format, STAGES>(work, own, DOWN_WARPS, shared_units);
+    }
+    DownWork<Format> work(call, bank, segments + shared_units, sums_of_paths);
+    stream<Format, STAGES>(work, first_unit(own, DOWN_WARPS, shared_units), DOWN_WARPS, units);
+    wait_for_copies();
+    wait_for_predecessor();
+    release_successor();
+    __syncthreads();
+    const int paths = static_cast<int>(call.paths);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < call.tokens * TILE; i += DOWN_WARPS * 32) {
+        const int row = i % TILE, token = i / TILE;
+        if (!(call.groups->tokens >> token & 1))
+            continue;
+        Bytes2* dest = call.dest + token * call.dest_row + blockIdx.x * TILE + row;
+        float sum = bf16_to_float(*dest);
+#pragma unroll
+        for (int rank = 0; rank < TOP; rank++)
+            sum = fmaf(call.alpha[token * TOP + rank], sums_of_paths[token * paths + rank][row], sum);
+        if (paths > TOP)
+            sum = fmaf(call.shared_scale[token], sums_of_paths[token * paths + TOP][row], sum);
+        *dest = float_to_bf16(sum);
+    }
+}
+
+#define GATE_UP_PARAMETERS                                                                                                                    \
+    const char *base, const char *high, const char *scales, const char *shared_base, const char *shared_high, const char *shared_scales,       \
+        int64 is_shared_other, const Bytes16 *x, int64 x_row, int64 hidden, int64 width, const Groups *groups, float *act, int64 paths,     \
+        int64 shared_bytes, const char *ahead, int64 ahead_bytes
+#define DOWN_PARAMETERS                                                                                                                       \
+    const char *base, const char *high, const char *scales, const char *shared_base, const char *shared_high, const char *shared_scales,       \
+        int64 is_shared_other, const float *act, int64 paths, int64 hidden, int64 width, const Groups *groups, const float *alpha,             \
+        const float *shared_scale, Bytes2 *dest, int64 dest_row, int64 tokens, int64 are_groups_ready
+
+#define MOE_KERNELS(name, format, stages, down_stages, has_other, blocks)                                                                      \
+    extern "C" __global__ void __launch_bounds__(GATE_WARPS * 32, blocks) gpukit_gate_up_##name(GATE_UP_PARAMETERS)                            \
+    {                                                                                                                                         \
+        run_gate_up<format, stages, has_other>(                                                                                               \
+            GateUp { x, x_row, hidden, width, groups, act, paths, shared_bytes, ahead, ahead_bytes }, Bank { base, high, scales },             \
+            Bank { shared_base, shared_high, shared_scales }, is_shared_other != 0);                                                          \
+    }                                                                                                                                         \
+    extern "C" __global__ void __launch_bounds__(DOWN_WARPS * 32, 1) gpukit_down_##name(DOWN_PARAMETERS)                                       \
+    {                                                                                                                                         \
+        run_down<format, down_stages, has_other>(                                                                                      \
+            Down { act, paths, hidden, width, groups, alpha, shared_scale, dest, dest_row, tokens, are_groups_ready },                         \
+            Bank { base, high, scales }, Bank { shared_base, shared_high, shared_scales }, is_shared_other != 0);                              \
+    }
+
+// Stages: enough bytes on their way, within the registers that the blocks of a multiprocessor leave each other.
+MOE_KERNELS(bf16, Bf16, 8, 6, false, 4)
+MOE_KERNELS(fp8, Fp8, 4, 4, false, 4)
+MOE_KERNELS(q4, Split<4>, 8, 6, true, 4)
+MOE_KERNELS(q5, Split<5>, 6, 6, true, 4)
+MOE_KERNELS(q6, Split<6>, 6, 6, true, 4)
+MOE_KERNELS(w8, Wide, 8, 8, false, 4)

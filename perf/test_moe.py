@@ -1,0 +1,197 @@
+"""A sparse mixture of experts of a 35B model, the whole block: router, selection, experts, shared expert, residual.
+
+The floor is reading the router and every distinct expert of the draw once; the draw is fixed by its seed, and printed with the floor. Weights are
+cold: a model's other layers have pushed them out of the L2. Peers run the whole block too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpukit.kernels import moe
+from gpukit.kernels.row_split import FORMATS, quantize
+from gpukit.launch import overlapping
+from perf.conftest import GPU, on_device, there
+
+pytestmark = on_device
+
+EXPERTS, HIDDEN, WIDTH = (256, 2048, 512) if GPU else (16, 128, 128)
+TOKENS = (1, 4, 16, 64)
+PREFILL = (128, 512, 1024, 2048, 4096)
+# Formats of the gate and up bank, the down bank and the shared expert.
+MIXES = {
+    "bf16": ("bf16", "bf16", "bf16"),
+    "fp8": ("fp8", "fp8", "fp8"),
+    "q4_q5": ("q4", "q5", "w8"),
+    "q6": ("q6", "q6", "w8"),
+    "w8": ("w8", "w8", "w8"),
+}
+# Distinct experts of the draw of four tokens in the quantised mixes: those of a published run.
+DISTINCT = {("q4_q5", 4): 23}
+READ_CEILING = 4.53e12
+
+
+def matrix(rows: int, columns: int, kind: str) -> Any:
+    """Random weights of a format, torch tensors on a GPU."""
+    if not GPU:
+        values = np.random.default_rng(rows).standard_normal((rows, columns)).astype(np.float32) * np.float32(columns**-0.5)
+        if kind == "fp8":
+            return moe.Fp8(np.full((rows, columns), 0x20, np.uint8), np.ones((rows, columns // 128), np.float32))
+        return (values.view(np.uint32) >> 16).astype(np.uint16) if kind == "bf16" else quantize(values, kind)
+    import torch
+
+    if kind == "fp8":
+        codes = (torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) * 64).to(torch.float8_e4m3fn)
+        return moe.Fp8(codes, torch.full((rows, columns // 128), columns**-0.5 / 64, device="cuda"))
+    values = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) * columns**-0.5
+    return values if kind == "bf16" else quantize(values, kind)
+
+
+@functools.lru_cache(maxsize=1)
+def weights_of(mix: str) -> moe.MoeWeights:
+    """A layer's weights."""
+    gate_up, down, shared = MIXES[mix]
+    if GPU:
+        import torch
+
+        torch.manual_seed(0)
+    return moe.MoeWeights(
+        matrix(EXPERTS + 1, HIDDEN, "bf16"),
+        matrix(EXPERTS * 2 * WIDTH, HIDDEN, gate_up),
+        matrix(EXPERTS * HIDDEN, WIDTH, down),
+        matrix(2 * WIDTH, HIDDEN, shared),
+        matrix(HIDDEN, WIDTH, shared),
+    )
+
+
+def bfloat16(values: np.ndarray) -> Any:
+    bits = (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    if not GPU:
+        return bits
+    import torch
+
+    return there(bits.view(np.int16)).view(torch.bfloat16)
+
+
+def distinct_experts(x: Any, weights: moe.MoeWeights) -> int:
+    """How many experts the tokens have between them."""
+    ids = moe.route(x, weights.router)[0]
+    return len(np.unique(ids.cpu().numpy() if GPU else ids))
+
+
+def draw(tokens: int, weights: moe.MoeWeights, distinct: int | None = None) -> tuple[Any, int]:
+    """Tokens, and their distinct experts: as many as are asked for, by drawing tokens that are more or less alike."""
+    for seed in range(1000 if GPU and distinct else 1):
+        rng = np.random.default_rng(seed)
+        alike = 0.0 if distinct is None else rng.random()
+        values = alike * rng.standard_normal((1, HIDDEN)) + (1 - alike**2) ** 0.5 * rng.standard_normal((tokens, HIDDEN))
+        x = bfloat16(values)
+        found = distinct_experts(x, weights)
+        if found == distinct:
+            break
+    return x, found
+
+
+def bytes_of(rows: int, columns: int, kind: str) -> int:
+    """Bytes of a matrix."""
+    if kind == "bf16":
+        return 2 * rows * columns
+    if kind == "fp8":
+        return rows * (columns + columns // 32)
+    group = FORMATS[kind]
+    return rows * columns // group.group * (group.base_bytes + group.high_bytes + 2)
+
+
+def floor_bytes(mix: str, tokens: int, distinct: int) -> int:
+    """Router, distinct experts and shared expert once, tokens read, and their sums read and written."""
+    gate_up, down, shared = MIXES[mix]
+    routed = distinct * (bytes_of(2 * WIDTH, HIDDEN, gate_up) + bytes_of(HIDDEN, WIDTH, down))
+    return routed + 2 * (EXPERTS + 1) * HIDDEN + bytes_of(2 * WIDTH, HIDDEN, shared) + bytes_of(HIDDEN, WIDTH, shared) + 6 * tokens * HIDDEN
+
+
+def case(mix: str, tokens: int, schedule: str = "auto") -> tuple[Any, Any, moe.MoeWeights, Any, int]:
+    """Tokens, sums, weights, workspace, and the bytes of the floor."""
+    weights = weights_of(mix)
+    x, distinct = draw(tokens, weights, DISTINCT.get((mix, tokens)))
+    moved = floor_bytes(mix, tokens, distinct)
+    print(f"\n{mix}, {tokens} tokens: {distinct} distinct experts, {moved / 1e6:.1f} MB, floor {moved / READ_CEILING * 1e6:.1f} us")
+    workspace = there(np.zeros(moe.workspace_bytes(tokens, weights, schedule), np.uint8))
+    return x, bfloat16(np.zeros((tokens, HIDDEN))), weights, workspace, moved
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("mix", MIXES)
+def test_block(device_benchmark: Callable[..., None], mix: str, tokens: int) -> None:
+    """The schedule "decode", kernels overlapping."""
+    x, dest, weights, workspace, moved = case(mix, tokens)
+
+    def call() -> None:
+        with overlapping():
+            moe.sparse_moe(x, weights, dest, workspace=workspace)
+
+    device_benchmark(call, moved=moved, nodes=8, cold=True)
+
+
+@pytest.mark.skipif(not GPU, reason="a peer needs a GPU")
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("peer", ["triton", "torch"])
+def test_block_of_peers(device_benchmark: Callable[..., None], peer: str, tokens: int) -> None:
+    """The same block, bfloat16; each gives what ours does."""
+    from perf.peers import triton_moe
+
+    x, dest, weights, workspace, moved = case("bf16", tokens)
+    block = triton_moe.TritonMoe(weights, tokens)
+
+    def call(sums: Any = dest) -> None:
+        if peer == "triton":
+            block(x, sums)
+        else:
+            triton_moe.torch_moe(x, weights, sums)
+
+    # The first call tunes.
+    found, expected = dest.clone(), dest.clone()
+    call(found)
+    call(found.zero_())
+    moe.sparse_moe(x, weights, expected, workspace=workspace)
+    assert (found - expected).norm() <= 3e-2 * expected.norm()
+    device_benchmark(call, moved=moved, nodes=8, cold=True)
+
+
+@pytest.mark.parametrize("tokens", (1, 4, 16, 64))
+def test_routing(device_benchmark: Callable[..., None], tokens: int) -> None:
+    """Router and selection alone."""
+    weights = weights_of("bf16")
+    x, _ = draw(tokens, weights)
+    ids, alpha, scale = moe.route(x, weights.router)
+    workspace = there(np.zeros(moe.route_workspace(tokens, EXPERTS + 1), np.uint8))
+
+    def call() -> None:
+        with overlapping():
+            moe.route(x, weights.router, ids=ids, alpha=alpha, shared_scale=scale, workspace=workspace)
+
+    device_benchmark(call, moved=2 * (EXPERTS + 1) * HIDDEN, nodes=16, cold=True)
+
+
+@pytest.mark.parametrize("tokens", PREFILL)
+@pytest.mark.parametrize("implementation", ["gpukit", "torch"])
+def test_prefill(device_benchmark: Callable[..., None], implementation: str, tokens: int) -> None:
+    """Many tokens, bfloat16: the schedule "prefill" and torch's grouped product."""
+    if implementation == "torch" and not GPU:
+        pytest.skip("a peer needs a GPU")
+    x, dest, weights, workspace, moved = case("bf16", tokens if GPU else 3, "prefill")
+
+    def call() -> None:
+        if implementation == "torch":
+            from perf.peers import triton_moe
+
+            triton_moe.torch_moe(x, weights, dest)
+        else:
+            with overlapping():
+                moe.sparse_moe(x, weights, dest, workspace=workspace, schedule="prefill")
+
+    device_benchmark(call, moved=moved, nodes=4, cold=True)

@@ -1,0 +1,473 @@
+"""Sparse mixtures of experts: arguments and NumPy backend anywhere, the kernels against float64, and a token's bits in any batch, on a GPU."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpukit.compile.cuda_c import source_path
+from gpukit.errors import ArgumentError, ArgumentTypeError, Signal
+from gpukit.kernels import moe as ops
+from gpukit.kernels.moe import Fp8, MoeWeights, RowSplit, down_add, gate_up, prefill_reduce, route, route_workspace, sparse_moe, workspace_bytes
+from gpukit.kernels.reference import moe as reference
+from gpukit.launch import overlapping
+from tests.helpers.bf16 import bits, numbers, random_bits
+from tests.helpers.moe import MIXES, check_block, map_weights, margin, oracle, random_weights, scores_of
+
+E, H, W = 24, 256, 128
+LARGE = (256, 2048, 512)
+WEIGHTS = {mix: random_weights(np, 1, E, H, W, mix) for mix in MIXES}
+SMALL, QUANTIZED, ALONE, EIGHT = (WEIGHTS[MIXES[i]] for i in (0, 2, 8, 1))
+X, DEST = bits(np.ones((2, H))), np.zeros((2, H), np.uint16)
+IDS, ALPHA, SCALE = np.tile(np.arange(8, dtype=np.int32), (2, 1)), np.ones((2, 8), np.float32), np.ones(2, np.float32)
+ACT, GROUPED = np.zeros((2, 9, W), np.float32), np.ones((4, 16), np.float32)
+MEMORY = np.zeros((4, H), np.uint16)
+
+
+def names(mix: tuple[str, str, str | None]) -> str:
+    return "-".join(map(str, mix))
+
+
+def changed(weights: MoeWeights, **fields: Any) -> MoeWeights:
+    """Weights with other matrices."""
+    named = {name: getattr(weights, name) for name in ("router", "gate_up", "down", "shared_gate_up", "shared_down")}
+    return MoeWeights(**(named | fields))
+
+
+def cut(one: RowSplit, **fields: Any) -> RowSplit:
+    """A matrix with other planes."""
+    return RowSplit(**({"format": one.format, "base": one.base, "high": one.high, "scales": one.scales} | fields))
+
+
+MIXED = changed(SMALL, shared_down=QUANTIZED.shared_down)
+HIGH_CUT = cut(QUANTIZED.down, high=QUANTIZED.down.high[:, :1])
+VALUE, TYPE = ArgumentError, ArgumentTypeError
+SHORT = np.zeros(workspace_bytes(2, SMALL) - 1, np.uint8)
+BAD_CALLS = [
+    (lambda: sparse_moe(X, [1], DEST), TYPE, "weights: expected a MoeWeights, got list"),
+    (lambda: sparse_moe(X[:, :128].copy(), SMALL, DEST), VALUE, r"x: expected shape \(2, 256\) like the rows of weights.router, got \(2, 128\)"),
+    (lambda: sparse_moe(X[:, :100], SMALL, DEST), VALUE, "x: expected rows of a multiple of 128 elements"),
+    (lambda: sparse_moe(X.astype(np.float32), SMALL, DEST), TYPE, "x: expected dtype bfloat16 or uint16, got float32"),
+    (lambda: sparse_moe(X, SMALL, DEST[:1]), VALUE, r"dest: expected shape \(2, 256\) like x"),
+    (lambda: sparse_moe(MEMORY[:2], SMALL, MEMORY[1:3]), VALUE, "dest: expected memory apart from x"),
+    (lambda: sparse_moe(X, SMALL, DEST, schedule="fast"), VALUE, "schedule: expected one of auto, decode, prefill, got 'fast'"),
+    (lambda: sparse_moe(X, SMALL, DEST, workspace=SHORT), VALUE, f"workspace: expected at least {len(SHORT) + 1} bytes, got {len(SHORT)}"),
+    (lambda: sparse_moe(X, SMALL, DEST, workspace=SHORT.view(np.int8)), TYPE, "workspace: expected dtype uint8, got int8"),
+    (lambda: sparse_moe(X, changed(SMALL, shared_down=None), DEST), VALUE, "weights.shared_down: expected a matrix with weights.shared_gate_up"),
+    (lambda: sparse_moe(X, changed(SMALL, router=SMALL.router[:8]), DEST), VALUE, "weights.router: expected 8 to 256 rows and one for the shared"),
+    (lambda: sparse_moe(X, changed(SMALL, gate_up=SMALL.gate_up[:-1]), DEST), VALUE, "weights.gate_up: expected 24 times two times a multiple"),
+    (lambda: sparse_moe(X, changed(SMALL, down=SMALL.down[:-1]), DEST), VALUE, r"weights.down: expected shape \(6144, 128\), got \(6143, 128\)"),
+    (lambda: sparse_moe(X, changed(SMALL, down=SMALL.down.astype(np.int32)), DEST), TYPE, "weights.down: expected dtype bfloat16 or uint16"),
+    (lambda: sparse_moe(X, MIXED, DEST), TYPE, "weights.shared_down: expected format bf16 beside bf16, got w8"),
+    (lambda: sparse_moe(X, changed(QUANTIZED, down=cut(QUANTIZED.down, high=None)), DEST), VALUE, "weights.down.high: expected an array of shape"),
+    (lambda: sparse_moe(X, changed(QUANTIZED, down=HIGH_CUT), DEST), VALUE, "weights.down.high: expected"),
+    (lambda: sparse_moe(X, changed(QUANTIZED, gate_up=cut(QUANTIZED.gate_up, scales=SMALL.router)), DEST), VALUE, "weights.gate_up"),
+    (lambda: sparse_moe(X, changed(EIGHT, down=Fp8(EIGHT.down.codes, EIGHT.down.scales[:1])), DEST), VALUE, "weights.down.scales: expected shape"),
+    (lambda: route(X, SMALL.router[:, :128].copy()), VALUE, r"router: expected shape \(25, 256\) like the rows of x, got \(25, 128\)"),
+    (lambda: route(X, SMALL.router, ids=IDS.astype(np.int64)), TYPE, "ids: expected dtype int32, got int64"),
+    (lambda: route(X, SMALL.router, alpha=ALPHA[:1]), VALUE, r"alpha: expected shape \(2, 8\), got \(1, 8\)"),
+    (lambda: route(X, SMALL.router, shared=False, shared_scale=SCALE), VALUE, "shared_scale: expected None without a shared expert"),
+    (lambda: route(X, SMALL.router, workspace=SHORT[: route_workspace(2, 25) - 1]), VALUE, "workspace: expected at least"),
+    (lambda: gate_up(X, IDS[:1], SMALL), VALUE, r"ids: expected shape \(2, 8\), got \(1, 8\)"),
+    (lambda: gate_up(X, IDS, SMALL, workspace=np.zeros(12_319, np.uint8)), VALUE, "workspace: expected at least 12320 bytes, got 12319"),
+    (lambda: down_add(IDS, ALPHA, SCALE, ACT, SMALL, DEST, workspace=SHORT[:9]), VALUE, "workspace: expected at least 12320 bytes, got 9"),
+    (lambda: gate_up(X, IDS, SMALL, out=ACT[:, :8]), VALUE, "out: expected a contiguous array"),
+    (lambda: gate_up(X, IDS, ALONE, out=ACT), VALUE, r"out: expected shape \(2, 8, 128\), got \(2, 9, 128\)"),
+    (lambda: down_add(IDS, ALPHA, None, ACT, SMALL, DEST), TYPE, "shared_scale: expected an array"),
+    (lambda: down_add(IDS, ALPHA, SCALE, ACT[:, :8].copy(), ALONE, DEST), VALUE, "shared_scale: expected None without a shared expert"),
+    (lambda: down_add(IDS, ALPHA, SCALE, ACT[:1], SMALL, DEST), VALUE, r"act: expected shape \(2, 9, 128\), got \(1, 9, 128\)"),
+    (lambda: prefill_reduce(GROUPED[:, :12].copy(), IDS, ALPHA, DEST), VALUE, "grouped: expected rows of a multiple of 8 elements"),
+    (lambda: prefill_reduce(GROUPED, IDS, ALPHA[:, :7].copy(), DEST), VALUE, r"alpha: expected shape \(2, 8\), got \(2, 7\)"),
+    (lambda: prefill_reduce(GROUPED, IDS, ALPHA, DEST), VALUE, r"out: expected shape \(2, 16\) like packed_index and grouped, got \(2, 256\)"),
+    (lambda: prefill_reduce(MEMORY, IDS, ALPHA, MEMORY[:2]), VALUE, "out: expected memory apart from grouped"),
+    (lambda: workspace_bytes(-1, SMALL), VALUE, "tokens: expected at least 0, got -1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "kind", "message"), BAD_CALLS, ids=[message for _, _, message in BAD_CALLS])
+def test_bad_arguments_are_named_and_nothing_is_written(call: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        call()
+    assert not any(array.any() for array in (DEST, ACT, MEMORY, SHORT))
+
+
+def test_numpy_arrays_run_the_reference() -> None:
+    rng = np.random.default_rng(0)
+    x, dest = random_bits(rng, 3, H), random_bits(rng, 3, H)
+    expected = reference.sparse_moe(x, SMALL, dest.copy())
+    for schedule in ("auto", "decode", "prefill"):
+        assert (sparse_moe(x, SMALL, dest.copy(), schedule=schedule) == expected).all()
+    ids, alpha, scale = route(x, SMALL.router)
+    act = gate_up(x, ids, SMALL)
+    assert (down_add(ids, alpha, scale, act, SMALL, dest) == expected).all() and act.shape == (3, 9, W)
+    assert route(x, SMALL.router[:-1], shared=False)[2] is None
+    assert sparse_moe(x[:0], SMALL, dest[:0]).shape == (0, H)
+
+
+def test_the_constants_of_the_plan_are_those_of_the_kernels() -> None:
+    text = "".join(source_path(name).read_text() for name in ("moe", "moe_prefill")) + source_path("moe").with_suffix(".cuh").read_text()
+    constants = {name: int(value) for name, value in re.findall(r"constexpr int (\w+) = (\d+);", text)}
+    warps = ("SCORE_WARPS", "SELECT_WARPS", "GATE_WARPS", "DOWN_WARPS")
+    for name in ("BATCH", "COLUMNS", "TILE", "SCORE_PARTS", "SCAN_THREADS", "REDUCE_THREADS", *warps):
+        assert constants[name] == getattr(ops, f"_{name}"), name
+    assert ops._GROUPS_BYTES == 32 + 32 * (constants["MOST_EXPERTS"] + 2 * constants["BATCH"])
+    assert ops._GATHER_THREADS == constants["BATCH"] * constants["TOP"] and ops._GEMM_THREADS == 32 * constants["GEMM_WARPS"]
+    assert ops._BLOCK_ROWS == 16 * constants["ROW_TILES"] * constants["GEMM_WARPS"]
+
+
+# On a GPU.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_shared", [True, False])
+@pytest.mark.parametrize(("experts", "hidden"), [(256, 2048), (24, 256), (8, 128), (131, 384), (255, 128)])
+@pytest.mark.parametrize("tokens", [1, 2, 7, 16, 17, 64, 65, 200])
+def test_routing_equals_float64(card: Any, tokens: int, experts: int, hidden: int, has_shared: bool) -> None:
+    rng = np.random.default_rng(tokens)
+    x, router = random_bits(rng, tokens, hidden + 8), random_bits(rng, experts + has_shared, hidden, scale=hidden**-0.5)
+    here = route(x[:, :hidden], router, shared=has_shared)
+    workspace = card.array(np.full(route_workspace(tokens, len(router)), 0xFF, np.uint8))
+    signal = Signal(like=workspace)
+    kinds = (((tokens, 8), np.int32), ((tokens, 8), np.float32), ((tokens,), np.float32))
+    outputs = [card.array(np.full(shape, 99, dtype)) for shape, dtype in kinds]
+    there = route(
+        card.array(x)[:, :hidden], card.array(router), shared=has_shared, ids=outputs[0], alpha=outputs[1],
+        shared_scale=outputs[2] if has_shared else None, workspace=workspace, signal=signal,
+    )  # fmt: skip
+    exact = numbers(x[:, :hidden]) @ numbers(router).T
+    # Two scores closer than their rounding may change places.
+    ordered = np.sort(exact[:, :experts], 1)[:, ::-1][:, :9]
+    clear = (ordered[:, :-1] - ordered[:, 1:]).min(1) > 1e-4
+    assert clear.mean() > 0.8 or tokens < 8
+    for one, other in zip(here, there, strict=True):
+        if one is not None:
+            found = card.host(other)
+            assert (found == one)[clear].all() if found.dtype == np.int32 else np.allclose(found[clear], one[clear], rtol=1e-4)
+    assert signal.counts() == {}
+    alpha = card.host(there[1])
+    assert (alpha[:, :-1] >= alpha[:, 1:]).all() and np.allclose(alpha.sum(1), 1, rtol=1e-5)
+
+
+@pytest.mark.gpu
+def test_ties_zeros_infinities_and_nan(card: Any) -> None:
+    rows = np.zeros((9, 200), np.float32)
+    rows[1] = np.where(np.arange(200) % 3, 0, -0.0)
+    rows[2, [199, 5, 77, 3, 150]] = 4
+    rows[3, 40:60] = 2
+    rows[4, 100] = np.inf
+    rows[5] = -np.arange(200)
+    rows[6, 13] = np.nan
+    rows[7, :12] = [1, 1, 1, 1, 1, 1, 1, 2, 1, 1, 1, 1]
+    rows[8] = -np.inf
+    rows[8, 192:] = 1
+    # Token t meets column t of the router alone: 1 times its scores, and zeros.
+    x, router = np.zeros((9, 256), np.float32), np.zeros((201, 256), np.float32)
+    x[np.arange(9), np.arange(9)] = 1
+    router[:200, :9] = np.where(np.isfinite(rows), rows, 0).T
+    bad = bits(x)
+    # An infinity or a NaN times the others' zeros would be NaN: these three tokens go alone.
+    signals = Signal(), Signal(like=card.array(bad))
+    for token in range(9):
+        own = router.copy()
+        own[:200, token] = rows[token]
+        alone = bits(x[token : token + 1])
+        alone[:, :] = 0
+        alone[0, token] = bits(1)
+        here = route(alone, bits(own), signal=signals[0])
+        there = route(card.array(alone), card.array(bits(own)), signal=signals[1])
+        assert (card.host(there[0]) == here[0]).all(), token
+        np.testing.assert_allclose(card.host(there[1]), here[1], rtol=1e-5)
+    assert signals[1].counts() == signals[0].counts() == {"out_of_range": 1}
+    whole = route(card.array(bits(x)), card.array(bits(router)))
+    assert (card.host(whole[0]) == route(bits(x), bits(router))[0]).all()
+
+
+TOKENS = [1, 2, 3, 7, 8, 9, 16, 17, 63, 64, 65, 128, 130]
+
+
+def run(card: Any, weights: MoeWeights, x: np.ndarray, dest: np.ndarray, schedule: str, signal: Any = None) -> np.ndarray:
+    """The block on a GPU, in a workspace full of NaN, with rows of x and dest inside wider ones."""
+    tokens, hidden = x.shape
+    wide_x, wide_dest = np.full((tokens, hidden + 8), 0x7FC0, np.uint16), np.full((tokens, hidden + 16), 0x1234, np.uint16)
+    wide_x[:, :hidden], wide_dest[:, :hidden] = x, dest
+    there = card.array(wide_dest)
+    workspace = card.array(np.full(workspace_bytes(tokens, weights, schedule), 0xFF, np.uint8))
+    sparse_moe(card.array(wide_x)[:, :hidden], weights, there[:, :hidden], workspace=workspace, schedule=schedule, signal=signal)
+    found = card.host(there)
+    assert (found[:, hidden:] == 0x1234).all()
+    return np.ascontiguousarray(found[:, :hidden])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("schedule", ["decode", "prefill"])
+@pytest.mark.parametrize("mix", MIXES, ids=names)
+def test_the_block_equals_float64(card: Any, mix: tuple[str, str, str | None], schedule: str) -> None:
+    weights = WEIGHTS[mix]
+    there = map_weights(weights, card.array)
+    rng = np.random.default_rng(2)
+    x, dest = random_bits(rng, max(TOKENS), H), random_bits(rng, max(TOKENS), H)
+    expected, margins = oracle(np, x, weights, dest)
+    for tokens in TOKENS:
+        check_block(np, run(card, there, x[:tokens], dest[:tokens], schedule), expected[:tokens], margins[:tokens])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("schedule", ["decode", "prefill"])
+@pytest.mark.parametrize("sizes", [(8, 128, 128), (256, 384, 256), (33, 128, 384), (16, 1024, 128)], ids=str)
+@pytest.mark.parametrize("mix", MIXES[:3], ids=names)
+def test_other_geometries(card: Any, mix: tuple[str, str, str | None], sizes: tuple[int, int, int], schedule: str) -> None:
+    weights = random_weights(np, 5, *sizes, mix)
+    rng = np.random.default_rng(3)
+    x, dest = random_bits(rng, 70, sizes[1]), random_bits(rng, 70, sizes[1])
+    expected, margins = oracle(np, x, weights, dest)
+    check_block(np, run(card, map_weights(weights, card.array), x, dest, schedule), expected, margins)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mix", [MIXES[0], MIXES[1], MIXES[2], MIXES[6]], ids=names)
+def test_the_geometry_of_a_large_model(card: Any, mix: tuple[str, str, str | None]) -> None:
+    import cupy
+
+    weights = random_weights(cupy, 6, *LARGE, mix)
+    rng = np.random.default_rng(4)
+    for tokens in (1, 2, 4, 16, 63, 64, 65, 128, 1024, 2048, 2049, 4096):
+        x, dest = random_bits(rng, tokens, LARGE[1]), random_bits(rng, tokens, LARGE[1])
+        expected, margins = oracle(cupy, cupy.asarray(x), weights, cupy.asarray(dest))
+        check_block(cupy, cupy.asarray(run(card, weights, x, dest, "auto")), expected, margins)
+        if 64 < tokens <= 128:
+            check_block(cupy, cupy.asarray(run(card, weights, x, dest, "decode")), expected, margins)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("schedule", ["decode", "prefill"])
+@pytest.mark.parametrize("mix", MIXES[:4], ids=names)
+def test_a_token_has_the_same_bits_in_any_batch(card: Any, mix: tuple[str, str, str | None], schedule: str) -> None:
+    weights = WEIGHTS[mix]
+    # An expert of all tokens, and a pair of tokens that share all eight.
+    weights = changed(weights, router=weights.router.copy())
+    # So many that runs of bf16 in "prefill" are of 128 tokens, those of fewer tokens of 64.
+    rng = np.random.default_rng(5)
+    x, dest = random_bits(rng, 200, H), random_bits(rng, 200, H)
+    x[:, 0], weights.router[:, 0] = bits(8), 0
+    weights.router[11, 0] = bits(8)
+    x[3] = x[40]
+    # Neighbours that are NaN, and infinite.
+    x[7, 5], x[21, 9] = 0x7FC0, 0x7F80
+    there = map_weights(weights, card.array)
+    together = run(card, there, x, dest, schedule)
+    assert (together[7] == dest[7]).all() and np.isfinite(numbers(np.delete(together, [7, 21], 0))).all()
+    assert (card.host(route(card.array(x), there.router, shared=mix[2] is not None)[0])[np.delete(np.arange(200), [7, 21])] == 11).any(1).all()
+    for tokens in (1, 2, 3, 8, 9, 16, 31, 63, 64, 65, 100):
+        for first in (0, 3, 30):
+            some = slice(first, first + tokens)
+            assert np.array_equal(run(card, there, x[some], dest[some], schedule), together[some]), (tokens, first)
+    order = rng.permutation(200)
+    assert np.array_equal(run(card, there, x[order], dest[order], schedule), together[order])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 5, 64])
+def test_tokens_that_share_all_some_and_no_experts(card: Any, tokens: int) -> None:
+    weights = random_weights(np, 7, 256, 128, 128, MIXES[0])
+    there = map_weights(weights, card.array)
+    rng = np.random.default_rng(tokens)
+    for share in ("all", "some", "none"):
+        x = random_bits(rng, tokens, 128)
+        if share == "all":
+            x[:] = x[:1]
+        elif share == "none":
+            weights = changed(weights, router=bits(np.eye(257, 128)))
+            there = map_weights(weights, card.array)
+            x = bits(np.abs(rng.standard_normal((tokens, 128))) * 0.01)
+            x[np.arange(tokens)[:, None], (8 * np.arange(tokens)[:, None] + np.arange(8)) % 128] = bits(np.arange(2, 10) / 8)
+        dest = random_bits(rng, tokens, 128)
+        expected, margins = oracle(np, x, weights, dest)
+        for schedule in ("decode", "prefill"):
+            check_block(np, run(card, there, x, dest, schedule), expected, np.maximum(margins, share == "all"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mix", MIXES, ids=names)
+@pytest.mark.parametrize("tokens", [1, 6, 70])
+def test_the_parts_equal_the_reference_and_the_whole(card: Any, tokens: int, mix: tuple[str, str, str | None]) -> None:
+    weights = WEIGHTS[mix]
+    there = map_weights(weights, card.array)
+    rng = np.random.default_rng(tokens)
+    x, dest = random_bits(rng, tokens, H), random_bits(rng, tokens, H)
+    on_device = card.array(x)
+    ids, alpha, scale = route(on_device, there.router, shared=mix[2] is not None)
+    workspace = card.array(np.full(workspace_bytes(tokens, there, "decode"), 0xFF, np.uint8))
+    act = gate_up(on_device, ids, there, workspace=workspace)
+    wanted = reference.gate_up(x, card.host(ids), weights, np.zeros(act.shape, np.float32))
+    found = card.host(act)
+    np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-4 * np.abs(wanted).max())
+    sums = card.array(dest)
+    down_add(ids, alpha, scale, act, there, sums, workspace=workspace)
+    host = [None if array is None else card.host(array) for array in (ids, alpha, scale)]
+    summed = reference.down_add(*host, found, weights, dest.copy())
+    np.testing.assert_allclose(numbers(card.host(sums)), numbers(summed), rtol=2**-7, atol=1e-3)
+    assert np.array_equal(card.host(sums), run(card, there, x, dest, "decode"))
+
+
+@pytest.mark.gpu
+def test_tokens_with_ids_of_none_are_left_and_counted_unless_padding(card: Any) -> None:
+    rng = np.random.default_rng(8)
+    weights = map_weights(SMALL, card.array)
+    x, dest = random_bits(rng, 6, H), random_bits(rng, 6, H)
+    ids = np.tile(np.arange(8, dtype=np.int32), (6, 1))
+    ids[1, 3], ids[2], ids[3, 0], ids[4, 7], ids[5, 2] = E, -1, -1, 0, 2**31 - 1
+    there, out, sums = card.array(ids), card.array(np.full((6, 9, W), 7, np.float32)), card.array(dest)
+    signal = Signal(like=there)
+    gate_up(card.array(x), there, weights, out=out, signal=signal)
+    assert signal.counts() == {"out_of_range": 4} and (card.host(out)[1:] == 7).all() and not (card.host(out)[0] == 7).any()
+    alpha, scale = card.array(np.full((6, 8), 0.125, np.float32)), card.array(np.ones(6, np.float32))
+    down_add(there, alpha, scale, out, weights, sums, signal=signal)
+    found = card.host(sums)
+    assert signal.counts() == {"out_of_range": 8} and (found[1:] == dest[1:]).all() and (found[0] != dest[0]).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("schedule", ["decode", "prefill"])
+def test_tokens_with_nan_scores_are_left_and_counted(card: Any, schedule: str) -> None:
+    rng = np.random.default_rng(9)
+    x, dest = random_bits(rng, 67, H), random_bits(rng, 67, H)
+    x[[0, 30, 66], 17] = 0x7FC0
+    signal = Signal(like=card.array(x))
+    found = run(card, map_weights(SMALL, card.array), x, dest, schedule, signal)
+    left = (found == dest).all(1)
+    assert np.flatnonzero(left).tolist() == [0, 30, 66] and signal.counts() == {"out_of_range": 3}
+    x[:] = 0x7FC0
+    assert (run(card, map_weights(SMALL, card.array), x, dest, schedule, signal) == dest).all() and signal.counts() == {"out_of_range": 70}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [np.float32, np.uint16])
+@pytest.mark.parametrize(("places", "tokens", "paths", "hidden"), [(1, 1, 1, 8), (40, 5, 9, 2048), (7, 130, 3, 24), (9, 2, 8, 4104)])
+def test_the_sum_of_rows_equals_the_reference(card: Any, places: int, tokens: int, paths: int, hidden: int, dtype: type) -> None:
+    rng = np.random.default_rng(places)
+    grouped = random_bits(rng, places, hidden) if dtype is np.uint16 else rng.standard_normal((places, hidden)).astype(np.float32)
+    index = rng.integers(-1 if tokens > 2 else 0, places + (tokens > 2), (tokens, paths)).astype(np.int32)
+    index[: tokens // 2] = np.clip(index[: tokens // 2], 0, places - 1)
+    alpha, out = rng.random((tokens, paths)).astype(np.float32), random_bits(rng, tokens, hidden + 8)
+    there = [card.array(array) for array in (grouped, index, alpha, out)]
+    signals = Signal(), Signal(like=there[0])
+    prefill_reduce(there[0], there[1], there[2], there[3][:, :hidden], signal=signals[1])
+    expected = out.copy()
+    prefill_reduce(grouped, index, alpha, expected[:, :hidden], signal=signals[0])
+    found = card.host(there[3])
+    np.testing.assert_allclose(numbers(found), numbers(expected), rtol=2**-7, atol=1e-5)
+    assert (found[:, hidden:] == out[:, hidden:]).all() and signals[0].counts() == signals[1].counts()
+
+
+@pytest.mark.gpu
+def test_bad_device_arguments_are_named_and_nothing_is_launched(card: Any) -> None:
+    weights = map_weights(QUANTIZED, card.array)
+    x, dest = card.array(X), card.array(DEST)
+    with pytest.raises(ArgumentTypeError, match=r"weights.gate_up.base: expected an array in device 0 .* got one in host memory"):
+        sparse_moe(x, changed(weights, gate_up=QUANTIZED.gate_up), dest)
+    for schedule in ("decode", "prefill"):
+        needed = workspace_bytes(2, weights, schedule)
+        memory = card.array(np.full(needed + 16, 0xFF, np.uint8))
+        with pytest.raises(ArgumentError, match=f"workspace: expected at least {needed} bytes, got {needed - 1}"):
+            sparse_moe(x, weights, dest, workspace=memory[: needed - 1], schedule=schedule)
+        with pytest.raises(ArgumentError, match="workspace: expected an address that is a multiple of 16"):
+            sparse_moe(x, weights, dest, workspace=memory[8:], schedule=schedule)
+        assert (card.host(memory) == 0xFF).all()
+    for plane in ("base", "high", "scales"):
+        whole = getattr(QUANTIZED.down, plane)
+        raw = card.array(np.zeros(whole.nbytes + 16, np.uint8))
+        shifted = raw[8 : 8 + whole.nbytes].view(whole.dtype).reshape(whole.shape)
+        with pytest.raises(ArgumentError, match=f"weights.down.{plane}: expected an address that is a multiple of 16"):
+            sparse_moe(x, changed(weights, down=cut(weights.down, **{plane: shifted})), dest)
+    odd = card.array(np.zeros((2, H + 4), np.uint16))
+    with pytest.raises(ArgumentError, match="dest: expected rows at a stride that is a multiple of 8 elements for prefill, got 260"):
+        sparse_moe(x, weights, odd[:, :H], schedule="prefill")
+    with pytest.raises(ArgumentError, match="x: expected rows at a stride that is a multiple of 8 elements"):
+        sparse_moe(odd[:, :H], weights, dest)
+    with pytest.raises(ArgumentError, match="signal: expected a Signal of device 0"):
+        sparse_moe(x, weights, dest, signal=Signal())
+    assert not card.host(dest).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("schedule", ["decode", "prefill"])
+@pytest.mark.parametrize("tokens", [1, 9, 70])
+def test_prepared_captured_and_overlapping_calls_equal_eager_ones(card: Any, tokens: int, schedule: str) -> None:
+    """A chain of blocks, each of what the one before it writes: kernels that start early must wait for what is in front."""
+    import cupy
+
+    import gpukit
+    from gpukit.graphs import capture
+
+    gpukit.warmup(subjects=["moe", "moe_prefill"])
+    weights = [map_weights(WEIGHTS[mix], card.array) for mix in (MIXES[2], MIXES[0], MIXES[1])]
+    rng = np.random.default_rng(tokens)
+    start, other = random_bits(rng, tokens, H), random_bits(rng, tokens, H)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    ends = []
+    for way in ("eager", "prepared", "captured", "overlapping"):
+        one, two = card.array(start), card.array(other)
+        workspace = card.array(np.full(max(workspace_bytes(tokens, own, schedule) for own in weights), 0xFF, np.uint8))
+        cupy.cuda.Device().synchronize()
+        arguments = [pair + (own,) for own in weights for pair in ((one, two), (two, one))]
+
+        def chain(call: Any, arguments: Any = arguments, workspace: Any = workspace) -> list[Any]:
+            return [call(x, own, dest, workspace=workspace, schedule=schedule, stream=stream) for x, dest, own in arguments]
+
+        if way == "eager":
+            chain(sparse_moe)
+            chain(sparse_moe)
+        elif way == "prepared":
+            calls = chain(sparse_moe.prepare)
+            for call in calls + calls:
+                call()
+        else:
+            with capture(stream) as graph, overlapping(way == "overlapping"):
+                chain(sparse_moe)
+            graph.launch()
+            graph.launch()
+        stream.synchronize()
+        ends.append((card.host(one), card.host(two)))
+    assert all(np.array_equal(ends[0][i], own[i]) for own in ends[1:] for i in (0, 1))
+    assert np.isfinite(numbers(ends[0][0])).all() and (ends[0][0] != start).any()
+
+
+@pytest.mark.gpu
+def test_the_block_of_transformers_gives_the_same(card: Any) -> None:
+    """An independent implementation, whose router rounds its scores to bfloat16: compared away from near ties."""
+    torch = pytest.importorskip("torch")
+    modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    configuration = pytest.importorskip("transformers.models.qwen3_next.configuration_qwen3_next")
+    settings = {"hidden_size": H, "num_experts": E, "num_experts_per_tok": 8, "moe_intermediate_size": W, "shared_expert_intermediate_size": W}
+    block = modeling.Qwen3NextSparseMoeBlock(configuration.Qwen3NextConfig(**settings, norm_topk_prob=True)).to("cuda", torch.bfloat16)
+    parameters = dict(block.named_parameters())
+    if "experts.gate_up_proj" not in parameters:
+        pytest.skip("this version of transformers keeps its experts apart")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in parameters.values():
+            parameter.normal_(0, parameter.shape[-1] ** -0.5)
+    shared = torch.cat([parameters["shared_expert.gate_proj.weight"], parameters["shared_expert.up_proj.weight"]]).detach()
+    weights = MoeWeights(
+        torch.cat([parameters["gate.weight"], parameters["shared_expert_gate.weight"]]).detach(),
+        parameters["experts.gate_up_proj"].detach().reshape(E * 2 * W, H),
+        parameters["experts.down_proj"].detach().reshape(E * H, W),
+        shared,
+        parameters["shared_expert.down_proj.weight"].detach(),
+    )
+    x = torch.randn(50, H, device="cuda", dtype=torch.bfloat16)
+    expected = block(x[None])
+    expected = (expected[0] if isinstance(expected, tuple) else expected).reshape(50, H).float()
+    dest = torch.zeros_like(x)
+    sparse_moe(x, weights, dest)
+
+    def on_host(tensor: Any) -> np.ndarray:
+        return tensor.view(torch.int16).cpu().numpy().view(np.uint16)  # type: ignore[no-any-return]
+
+    scores = scores_of(np, on_host(x), map_weights(weights, on_host))
+    clear = torch.from_numpy(margin(np, scores[:, :E]) > 0.03).cuda()
+    assert clear.sum() > 10
+    assert (dest.float() - expected)[clear].norm() <= 2e-2 * expected[clear].norm()
