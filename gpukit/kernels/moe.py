@@ -159,9 +159,7 @@ def route(
         return nothing((ids, alpha, shared_scale))  # type: ignore[no-any-return]
     if workspace is None:
         workspace, parts_at = allocate("workspace", route_workspace(tokens, shape[0]), "uint8", x, handle)
-    launches = _routing(
-        tokens_of_x, 0, tokens, router_at, experts, shared, parts_at, (ids_at, alpha_at, TOP, shared_at, 1), 0, 0, counters
-    )
+    launches = _routing(tokens_of_x, 0, tokens, router_at, experts, shared, parts_at, (ids_at, alpha_at, TOP, shared_at, 1), 0, 0, counters)
     return launch_all(launches, device, handle, (ids, alpha, shared_scale), workspace)  # type: ignore[no-any-return]
 
 
@@ -421,9 +419,7 @@ def sparse_moe(
 
 
 @operation
-def prefill_reduce(
-    grouped: Any, packed_index: Any, alpha: Any, out: Any, *, stream: Any = None, signal: Signal | None = None
-) -> Any:
+def prefill_reduce(grouped: Any, packed_index: Any, alpha: Any, out: Any, *, stream: Any = None, signal: Signal | None = None) -> Any:
     """Add to every token the weighted sum of its rows: the last step of "prefill".
 
     Parameters
@@ -600,9 +596,7 @@ def _workspace_address(workspace: Any, needed: int, device: int) -> int:
     return address
 
 
-def _route_on_host(
-    x: Any, router: Any, ids: Any, alpha: Any, shared_scale: Any, *, signal: Signal | None
-) -> tuple[Any, Any, Any]:
+def _route_on_host(x: Any, router: Any, ids: Any, alpha: Any, shared_scale: Any, *, signal: Signal | None) -> tuple[Any, Any, Any]:
     reference.route(x, router, ids, alpha, shared_scale, signal=signal)
     return ids, alpha, shared_scale
 
@@ -674,9 +668,7 @@ def _decode(x: Tensor, dest: Tensor, geometry: Geometry, workspace_at: int, coun
     launches: list[Launch] = []
     for first in range(0, tokens, _BATCH):
         some = min(_BATCH, tokens - first)
-        launches += _routing(
-            x, first, some, geometry.router, geometry.experts, geometry.has_shared, parts_at, outputs, groups_at, 0, counters
-        )
+        launches += _routing(x, first, some, geometry.router, geometry.experts, geometry.has_shared, parts_at, outputs, groups_at, 0, counters)
         launches.append(_gate_up(x, first, some, geometry, groups_at, act_at, device))
         launches.append(_down(dest, first, some, geometry, groups_at, act_at, alpha_at, outputs[3], are_groups_ready=True))
     return launches
