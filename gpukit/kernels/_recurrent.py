@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ __all__ = [
     "output_scale",
     "require",
     "states_at",
+    "token_inputs",
 ]
 
 _FLOAT32 = ("float32",)
@@ -129,14 +130,17 @@ def batch_inputs(q: Any, k: Any, v: Any, g: Any, beta: Any, pool: StatePool, dev
     v_part, _ = batch(v, "v", BF16, device, values, f"{values}")
     g_part, _ = batch(g, "g", _FLOAT32, device, values[:3], f"{values[:3]}")
     beta_part, _ = batch(beta, "beta", _FLOAT32, device, values[:3], f"{values[:3]}")
-    keys, heads = key_heads * dim, pool.heads * dim
-    extents = tuple(
-        (name, (part[0], itemsize, (items, tokens, width), (part[1], part[2], 1)))
-        for name, part, itemsize, width in (
-            ("q", q_part, 2, keys), ("k", k_part, 2, keys), ("v", v_part, 2, heads), ("g", g_part, 4, pool.heads), ("beta", beta_part, 4, pool.heads),
-        )
-    )  # fmt: skip
+    extents = token_inputs((q_part, k_part, v_part, g_part, beta_part), (items, tokens), key_heads * dim, pool.heads * dim, pool.heads)
     return (*q_part, *k_part, *v_part, *g_part, *beta_part), extents, items, tokens, key_heads
+
+
+def token_inputs(parts: Sequence[tuple[int, ...]], shape: tuple[int, ...], keys: int, values: int, gates: int) -> Inputs:
+    """Extents of q, k, v, g and beta, from pointers and strides, the shape in front of a token, and elements of a token."""
+    widths = (("q", 2, keys), ("k", 2, keys), ("v", 2, values), ("g", 4, gates), ("beta", 4, gates))
+    return tuple(
+        (name, (pointer, itemsize, (*shape, width), (*strides, 1)))
+        for (name, itemsize, width), (pointer, *strides) in zip(widths, parts, strict=True)
+    )
 
 
 def column_inputs(x: Any, weight: Any, g: Any, beta: Any, pool: StatePool, key_heads: int, device: int) -> tuple[tuple[int, ...], Inputs, int, int]:

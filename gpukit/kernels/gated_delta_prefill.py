@@ -13,7 +13,6 @@ from gpukit.arrays import ITEMSIZE, contiguous_strides, describe
 from gpukit.errors import ArgumentError, ArgumentTypeError, Signal
 from gpukit.kernels._plans import allocate, refuse_other_device, signal_pointer, whole
 from gpukit.kernels._recurrent import (
-    Inputs,
     device_of,
     float_bits,
     ids,
@@ -24,6 +23,7 @@ from gpukit.kernels._recurrent import (
     output_scale,
     require,
     states_at,
+    token_inputs,
 )
 from gpukit.kernels._tensors import BF16
 from gpukit.kernels.reference import gated_delta_prefill as reference
@@ -197,13 +197,8 @@ def prefill(
     out, out_at = output_like(out, v, (tokens, pool.heads, pool.dim), device, handle)
     if out_at % 16:
         raise ArgumentError(f"out: expected an address that is a multiple of 16, got {out_at:#x}")
-    keys, heads = key_heads * pool.dim, pool.heads * pool.dim
-    read: Inputs = tuple(
-        (name, (part[0], itemsize, (tokens, width), (part[1], 1)))
-        for name, part, itemsize, width in (
-            ("q", q_part, 2, keys), ("k", k_part, 2, keys), ("v", v_part, 2, heads), ("g", g_part, 4, pool.heads), ("beta", beta_part, 4, pool.heads),
-        )
-    )  # fmt: skip
+    heads = pool.heads * pool.dim
+    read = token_inputs((q_part, k_part, v_part, g_part, beta_part), (tokens,), key_heads * pool.dim, heads, pool.heads)
     scratch = (("workspace", (workspace_at, 1, (prefill_workspace(tokens, sequences, pool.heads),), (1,))),) if workspace_at else ()
     keep_apart(out_at, tokens * heads, (*read, *scratch), pool)
     if device < 0:
