@@ -145,7 +145,11 @@ class DecodeState:
         like: Any = None,
     ) -> DecodeState:
         """Arrays of those sizes, with no request in any lane; page tables `width` pages wide, as wide as a row by default."""
-        width = columns if width is None else width
+        num_rows, columns, lanes = whole(num_rows, "num_rows", 1), whole(columns, "columns"), whole(lanes, "lanes")
+        lookahead = positive(lookahead, "lookahead")
+        width = columns if width is None else whole(width, "width")
+        if row_type not in IDS:
+            raise ArgumentTypeError(f"row_type: expected int32 or int64, got {row_type!r}")
 
         def zeros(*shape: int, dtype: str = "int64") -> Any:
             return arrays.full(shape, 0, dtype, like)

@@ -8,13 +8,41 @@ from typing import Any
 import numpy as np
 
 from gpukit import arrays
-from gpukit.arrays import ITEMSIZE, library_of
-from gpukit.errors import ArgumentTypeError
+from gpukit.arrays import ITEMSIZE, describe, library_of
+from gpukit.errors import ArgumentError, ArgumentTypeError
+from gpukit.kernels._plans import refuse_other_device
+from gpukit.launch import IDS
 
-__all__ = ["by_page", "byte_view", "owned", "to_device", "to_host"]
+__all__ = ["by_page", "byte_view", "check_ids", "owned", "to_device", "to_host", "whole_numbers"]
 
 # dtypes that NumPy and CuPy lack, and what stands for them.
 _TWINS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
+
+
+def check_ids(ids: Any, name: str, device: int) -> None:
+    """Refuse what is no vector of int32 or int64 on the device; its strides may be any."""
+    _, dtype, shape, _, where, _ = describe(ids, name)
+    if where != device:
+        refuse_other_device(name, where, device)
+    if dtype not in IDS:
+        raise ArgumentTypeError(f"{name}: expected dtype int32 or int64, got {dtype}")
+    if len(shape) != 1:
+        raise ArgumentError(f"{name}: expected 1 dimension, got shape {tuple(shape)}")
+
+
+def whole_numbers(values: Any, name: str) -> np.ndarray:
+    """Whole numbers of the host as a NumPy array, in the dtype that they have; empty ones in any."""
+    # Reading an array of a device would wait for it.
+    if hasattr(values, "__cuda_array_interface__"):
+        raise ArgumentTypeError(f"{name}: expected whole numbers in host memory, got {type(values).__name__} on a device")
+    try:
+        found = np.asarray(values)
+    except (TypeError, ValueError):
+        raise ArgumentTypeError(f"{name}: expected whole numbers, got {type(values).__name__}") from None
+    if found.size and found.dtype.kind not in "iu":
+        kind = type(values).__name__ if found.dtype.kind not in "bf" else f"dtype {found.dtype}"
+        raise ArgumentTypeError(f"{name}: expected whole numbers, got {kind}")
+    return found
 
 
 def to_host(array: Any) -> np.ndarray:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from gpukit import devices
+from gpukit.errors import ArgumentTypeError
 from gpukit.kernels import page_table
 from gpukit.kernels.free_list import DevicePages
 from gpukit.memory._arrays import to_device, to_host
@@ -19,7 +20,7 @@ from gpukit.memory.geometry import DOWN, FLOAT, UP, BandState
 from gpukit.memory.layout import PoolLayout
 from gpukit.streams import choose
 
-__all__ = ["Band", "Epoch", "is_done"]
+__all__ = ["Band", "Epoch", "is_done", "require_event"]
 
 _KINDS = {"up": UP, "float": FLOAT, "down": DOWN}
 # More ids than any band can have pages.
@@ -53,6 +54,15 @@ def is_done(event: Any) -> bool:
     if query is not None:
         return bool(query())
     return bool(event.done if hasattr(event, "done") else event.is_done)
+
+
+def require_event(event: Any, name: str) -> None:
+    """Refuse by name what `is_done` cannot ask, or what cannot be told from other events."""
+    known = callable(getattr(event, "query", None)) or hasattr(event, "done") or hasattr(event, "is_done")
+    if not known or type(event).__hash__ is None:
+        raise ArgumentTypeError(f"{name}: expected an event (torch, Numba, CuPy or cuda.core), got {type(event).__name__}")
+    # An event that cannot say whether it has fired must not be found out when pages wait for it.
+    is_done(event)
 
 
 class Band:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from gpukit.errors import ArgumentError
-from gpukit.kernels._plans import positive
+from gpukit.errors import ArgumentError, ArgumentTypeError
+from gpukit.kernels._plans import positive, whole
 from gpukit.memory.bands import Band, Epoch
 from gpukit.memory.geometry import BandState, bound, largest, pack, place
 
@@ -46,8 +46,21 @@ class Chain:
         """The band of that name."""
         try:
             return self.bands[self.positions[name]]
-        except KeyError:
+        except (KeyError, TypeError):
             raise ArgumentError(f"name: expected one of {', '.join(self.positions)}, got {name!r}") from None
+
+    def joint(self, counts: Mapping[str, int]) -> dict[str, int]:
+        """Counts of a joint allocation, after a check of each: sub-pools that bind others' ids have at most as many as their owner."""
+        if not isinstance(counts, Mapping):
+            raise ArgumentTypeError(f"counts: expected a mapping of sub-pools to pages, got {type(counts).__name__}")
+        checked = {name: whole(count, f"counts[{name!r}]") for name, count in counts.items()}
+        for name, count in checked.items():
+            owner = self.band(name).spec.owner
+            if owner is not None and owner not in checked:
+                raise ArgumentError(f"counts[{name!r}]: expected a count of {owner}, whose new ids it binds, beside it, got none")
+            if owner is not None and count > checked[owner]:
+                raise ArgumentError(f"counts[{name!r}]: expected at most the {checked[owner]} new ids of {owner}, got {count}")
+        return checked
 
     def counts(self, wanted: Mapping[str, int]) -> list[int]:
         """Counts by name as counts by band."""
@@ -62,9 +75,12 @@ class Chain:
         if self.epoch.value != self._known_at:
             self._known.clear()
             self._known_at = self.epoch.value
-        # A mapping is no key; its items are.
-        key = wanted if type(wanted) is str else tuple(wanted.items())  # type: ignore[union-attr]
-        found = self._known.get(key)
+        key = wanted if type(wanted) is str else tuple(wanted.items()) if type(wanted) is dict else _key(wanted)
+        try:
+            found = self._known.get(key)
+        except TypeError:
+            # A weight that is none, as `_most` will say.
+            found = None
         if found is None:
             found = self._known[key] = self._most(wanted, moves=False)
         return found
@@ -76,16 +92,19 @@ class Chain:
             self._known_at = self.epoch.value
         # A gate may flip without any field being bound, so what the gates say is part of the question.
         gates = tuple([band.gate() for band in self.gated]) if self.gated else ()  # type: ignore[misc]
-        key = (gates, wanted if type(wanted) is str else tuple(wanted.items()))  # type: ignore[union-attr]
-        found = self._known.get(key)
+        key = (gates, wanted if type(wanted) is str else tuple(wanted.items()) if type(wanted) is dict else _key(wanted))
+        try:
+            found = self._known.get(key)
+        except TypeError:
+            found = None
         if found is None:
             found = self._known[key] = self._most(wanted, moves=True)
         return found
 
     def _most(self, wanted: Weights, *, moves: bool) -> int:
-        weights = {wanted: 1} if isinstance(wanted, str) else {name: positive(weight, "weights") for name, weight in wanted.items()}
+        weights = {wanted: 1} if isinstance(wanted, str) else {name: positive(weight, f"wanted[{name!r}]") for name, weight in wanted.items()}
         if not weights:
-            raise ArgumentError("weights: expected at least one band, got none")
+            raise ArgumentError("wanted: expected at least one sub-pool, got none")
         units = self.counts(weights)
         bands = self.snapshot()
         most = min(band.ids // unit for band, unit in zip(bands, units, strict=True) if unit)
@@ -95,3 +114,12 @@ class Chain:
         room = self.usable_bytes - sum((band.live + band.pending) * band.page_bytes for band in bands)
         most = min(most, room // sum(unit * band.page_bytes for band, unit in zip(bands, units, strict=True)))
         return largest(lambda n: pack(bands, [n * unit for unit in units]) is not None, most)
+
+
+def _key(wanted: Weights) -> object:
+    """What a query is remembered by. A mapping is no key; its items are."""
+    if isinstance(wanted, str):
+        return wanted
+    if not isinstance(wanted, Mapping):
+        raise ArgumentTypeError(f"wanted: expected a sub-pool or a mapping of sub-pools to pages, got {type(wanted).__name__}")
+    return tuple(wanted.items())

@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 
 from gpukit import arrays
-from gpukit.errors import ArgumentError
+from gpukit.errors import ArgumentError, ArgumentTypeError
 from gpukit.graphs import Graph, capture
 from gpukit.kernels import metadata
 from gpukit.kernels._plans import whole
-from gpukit.kernels.decode_step import DecodeState, decode_step
-from gpukit.memory._arrays import to_device, to_host
+from gpukit.kernels.decode_step import MOST_RETIRED, DecodeState, decode_step
+from gpukit.kernels.reference.decode_step import MOST_TOKENS
+from gpukit.launch import IDS
+from gpukit.memory._arrays import to_device, to_host, whole_numbers
 from gpukit.memory.mirror import Counts, Mirror
 from gpukit.memory.pool import UnifiedPool
 
@@ -73,17 +75,25 @@ class DecodeMemory:
     """
 
     def __init__(self, pool: UnifiedPool, *, num_rows: int, columns: int, lanes: int, window: int | None, lookahead: int = 1):
+        if not isinstance(pool, UnifiedPool):
+            raise ArgumentTypeError(f"pool: expected a UnifiedPool, got {type(pool).__name__}")
         self.pool = pool
         self.full = pool.band("full")
         self.swa = pool.band("swa") if "swa" in pool.chain.positions else None
         self.page_size = self.full.page_size
+        most = MOST_RETIRED * self.page_size
+        if whole(lookahead, "lookahead", 1) > most:
+            raise ArgumentError(f"lookahead: expected at most {most} tokens, {MOST_RETIRED} pages, got {lookahead}")
+        window = None if window is None else whole(window, "window")
         self.state = DecodeState.allocate(num_rows, columns, lanes, lookahead, like=pool.like)
         self.window = window if self.swa is not None else None
-        self._mirror = Mirror(num_rows, lookahead, self.page_size, self.window)
+        self._mirror = Mirror(self.state.num_rows, self.state.lookahead, self.page_size, self.window)
         self.rows = np.empty(0, np.int64)
         self.rounds = 0
         self._graph: Graph | None = None
         self._admitted: set[int] = set()
+        # Seated requests that have ended: until the next seating the lanes still hold their pages.
+        self._ended: set[int] = set()
         # Requests that have not had a round yet: their length counts all their tokens.
         self._fresh: set[int] = set()
         # Pages popped and pushed in the coming rounds, the next one last, and how many of these have been launched and are not in the mirror yet.
@@ -91,10 +101,13 @@ class DecodeMemory:
         self._ahead = 0
         # Rounds whose advance only the device knows that are not in the mirror yet.
         self._blind = 0
+        # Such rounds that every row has room for, whatever they accept.
+        self._roomy = 0
+        self._tokens = min(self.state.columns * self.page_size, MOST_TOKENS)
         # What `state.advance` holds, as far as the host wrote it.
         self._advance: np.ndarray | None = None
         # Whole rows go into the page tables when a lane gets another request: pages that are held for drafts, too.
-        self._whole = to_device(np.full(lanes, columns * self.page_size, np.int64), pool.like)
+        self._whole = to_device(np.full(lanes, self.state.columns * self.page_size, np.int64), pool.like)
         self._scratch = arrays.full(lanes, 0, "int32", pool.like), arrays.full(lanes + 1, 0, "int32", pool.like)
 
     def __repr__(self) -> str:
@@ -127,27 +140,35 @@ class DecodeMemory:
             Tokens that have their K and V, or get them before the first round. The first round does not advance the request; where a
             sampler writes ``state.advance``, that is 0 then.
         pages : int64 array, optional
-            Virtual pages that the caller has allocated, as many as `length` tokens take. By default they are allocated here, and only those
-            inside the window are bound in SWA.
+            Virtual pages that the caller has allocated, as many as `length` tokens take; int32 also. By default they are allocated here, and
+            only those inside the window are bound in SWA.
         shared : int
-            First pages that others share: the step never retires them.
+            First pages that others share, at most all of them: the step never retires them.
         relieve : bool
             Whether to make room if need be.
+
+        Raises
+        ------
+        ArgumentError, ArgumentTypeError
+            The row is none, or a request's; `length`, `pages` and `shared` do not fit each other. Nothing changes.
         """
-        count = -(-whole(length, "length") // self.page_size)
+        row, length = whole(row, "row", 0, self.state.num_rows - 1), whole(length, "length")
+        if row in self._admitted:
+            raise ArgumentError(f"row: expected a row that no request has, got {row}, which one has")
+        count = -(-length // self.page_size)
         if count > self.state.columns:
             raise ArgumentError(f"length: expected at most {self.state.columns * self.page_size} tokens, the width of a row, got {length}")
-        retired = shared
+        retired = whole(shared, "shared", 0, count)
         if pages is None:
             if self.window is not None:
-                retired = max(shared, max(length // self.page_size * self.page_size - self.window, 0) // self.page_size)
+                retired = max(retired, max(length // self.page_size * self.page_size - self.window, 0) // self.page_size)
             counts = {"full": count} | ({"swa": count - retired} if self.swa is not None else {})
             found = self.pool.alloc_joint(counts, relieve=relieve)
             if found is None:
                 return False
             pages = found["full"]
-        elif len(pages) != count:
-            raise ArgumentError(f"pages: expected the {count} pages of {length} tokens, got {len(pages)}")
+        else:
+            self._check_pages(pages, count, length)
         state = self.state
         state.rows[row] = 0
         if count:
@@ -165,19 +186,24 @@ class DecodeMemory:
 
         A captured step keeps working: the arrays stay where they are.
         """
-        rows = np.asarray(rows, np.int64).reshape(-1)
+        rows = whole_numbers(rows, "rows").reshape(-1)
         if (
             len(rows) > self.state.lanes
             or len(np.unique(rows)) != len(rows)
             or (len(rows) and not 0 <= rows.min() <= rows.max() < self.state.num_rows)
         ):
             raise ArgumentError(f"rows: expected at most {self.state.lanes} different rows below {self.state.num_rows}, got {rows.tolist()}")
+        rows = rows.astype(np.int64)
+        if not self._admitted.issuperset(rows.tolist()):
+            raise ArgumentError(f"rows: expected rows that requests have, got {sorted(set(rows.tolist()) - self._admitted)}, which none has")
         # Rounds with the former seating go into the mirror before it changes.
         self._catch_up()
-        self.rows = rows.copy()
         seats = np.full(self.state.lanes, -1, np.int64)
         seats[: len(rows)] = rows
         self.state.requests[:] = to_device(seats, self.pool.like)
+        self.rows = rows
+        self._ended.clear()
+        self._roomy = 0
         self.refill_tables()
 
     def refill_tables(self) -> None:
@@ -195,7 +221,13 @@ class DecodeMemory:
         )
 
     def end(self, row: int) -> None:
-        """A request ends and gives its pages back: one launch."""
+        """A request ends and gives its pages back: one launch.
+
+        Where it is seated, `ready` and `step` refuse until `seat` says who goes on: its lane would go on with pages that are others' now.
+        """
+        row = whole(row, "row", 0, self.state.num_rows - 1)
+        if row not in self._admitted:
+            raise ArgumentError(f"row: expected a row that a request has, got {row}, which none has")
         high, low = self.mirror.high, self.mirror.low
         count = int(high.pages[row])
         exact = self.mirror.exact
@@ -208,6 +240,19 @@ class DecodeMemory:
         self.mirror.set(row, 0, 0, 0)
         self._admitted.discard(row)
         self._fresh.discard(row)
+        if row in self.rows:
+            self._ended.add(row)
+
+    def _check_pages(self, pages: Any, count: int, length: int) -> None:
+        """Refuse pages that are not as many as `length` tokens take, or, where the host can see them, none of the pool's."""
+        _, given, _, _ = arrays.vector(pages, "pages", IDS, self.state.device)
+        if given != count:
+            raise ArgumentError(f"pages: expected the {count} pages of {length} tokens, got {given}")
+        if count and self.state.device < 0:
+            most, values = self.full.num_virtual - 1, np.asarray(pages)
+            wrong = values[(values < 1) | (values > most)]
+            if len(wrong):
+                raise ArgumentError(f"pages: expected ids from 1 to {most}, got {wrong[0]}")
 
     # Rounds
 
@@ -216,7 +261,9 @@ class DecodeMemory:
 
         `advance` and `known` as for `step`. With ``relieve=True`` the pool makes room, after which the page tables are filled anew.
         """
-        need = self.mirror.need(self.rows, self._known_advance(advance, known))
+        return self._stock(self.mirror.need(self.rows, self._checked_advance(advance, known)), relieve)
+
+    def _stock(self, need: int, relieve: bool) -> bool:
         if self.full.id_count < need:
             self.pool.refresh()
         bands = [band for band in (self.full, self.swa) if band is not None]
@@ -247,17 +294,27 @@ class DecodeMemory:
         -------
         bool
             False, with nothing launched, where the magazines might be short: see `ready`.
+
+        Raises
+        ------
+        ArgumentError, ArgumentTypeError
+            `advance` is no count from 0 to the lookahead for each seated request, or goes beyond a request's pages; counts are given where
+            rounds wait for theirs, or with ``known=False``; a seated request has ended (see `end`), or may need more tokens than its row has.
+            Nothing is launched.
         """
+        if self._ended:
+            self._refuse_ended()
         if advance is None and known and self._coming:
             need, give = self._coming[-1]
             if self._launch_if_stocked(need, give):
                 del self._coming[-1]
                 self._ahead += 1
                 return True
-        elif advance is None and not known and not self._coming:
+        elif advance is None and not known and not self._coming and self._roomy:
             # The most that any round pops; tighter bounds would take a look at every request.
             if self._launch_if_stocked(len(self.rows) * -(-self.state.lookahead // self.page_size), 0):
                 self._blind += 1
+                self._roomy -= 1
                 self._advance = None
                 self._fresh.clear()
                 return True
@@ -278,31 +335,41 @@ class DecodeMemory:
 
     def _step(self, advance: np.ndarray | None, known: bool) -> bool:
         """The same with all the arithmetic."""
-        step = self._known_advance(advance, known)
+        step = self._checked_advance(advance, known)
         need = self.mirror.need(self.rows, step)
         bands = [band for band in (self.full, self.swa) if band is not None]
-        if need > min(self.full.id_count, *(band.hole_count for band in bands)) and not self.ready(advance, known=known):
+        if need > min(self.full.id_count, *(band.hole_count for band in bands)) and not self._stock(need, relieve=False):
             return False
         if step is not None:
             self._upload(step)
         else:
             self._advance = None
-        self._fresh.clear()
-        popped, pushed = self.mirror.round(self.rows, step)
+        # Only what was launched goes into the books.
         self._launch()
         self.rounds += 1
+        self._fresh.clear()
+        popped, pushed = self._mirror.round(self.rows, step)
+        longest = int(self._mirror.high.lengths[self.rows].max()) if len(self.rows) else 0
+        left = self._tokens - longest - self.state.lookahead
+        self._roomy = max(left // self.state.lookahead, 0)
         self.full.stepped(-popped)
         if self.swa is not None:
             self.swa.stepped(pushed - popped)
         if advance is None and known:
-            needs, gives = self._mirror.forecast(self.rows, FORECAST) or ((), ())
-            self._coming = list(zip(needs, gives, strict=True))[::-1]
             self._upload(np.ones(len(self.rows), np.int64))
+            needs, gives = self._mirror.forecast(self.rows, max(min(FORECAST, left), 0)) or ((), ())
+            self._coming = list(zip(needs, gives, strict=True))[::-1]
         return True
 
-    def arrived(self, advance: np.ndarray) -> None:
-        """The accepted counts of the oldest round in wait have come, one per request that was seated then."""
-        self.mirror.arrive(np.asarray(advance, np.int64))
+    def arrived(self, advance: Any) -> None:
+        """The accepted counts of the oldest round in wait have come, one per request that was seated then, those that have ended since included.
+
+        Raises
+        ------
+        ArgumentError, ArgumentTypeError
+            No round waits, or `advance` is no count from 0 to the lookahead for each of its requests. Nothing changes.
+        """
+        self.mirror.arrive(advance)
 
     def capture(self, stream: Any) -> Graph:
         """Capture the step into a graph on a stream of its own; `step` launches it from now on. Kernels must be loaded (`gpukit.warmup`)."""
@@ -327,15 +394,39 @@ class DecodeMemory:
                     found.append(f"{band.name}: expected {band.hole_count} pages in its list, got {tail - head}")
         return found
 
+    def _checked_advance(self, advance: np.ndarray | None, known: bool) -> np.ndarray | None:
+        """What the round advances by, None where only the device knows, after a check that every row has room for it."""
+        step = self._known_advance(advance, known)
+        most = np.where(np.isin(self.rows, list(self._fresh)), 0, self.state.lookahead) if step is None else step
+        length = self._mirror.high.lengths[self.rows] + most + self.state.lookahead
+        full = np.flatnonzero(length > self._tokens)
+        if len(full):
+            row = int(self.rows[full[0]])
+            raise ArgumentError(
+                f"rows: expected at most {self._tokens} tokens in a row, got up to {length[full[0]]} of the coming round in row {row}"
+            )
+        return step
+
     def _known_advance(self, advance: np.ndarray | None, known: bool) -> np.ndarray | None:
+        if self._ended:
+            self._refuse_ended()
+        waiting = self.mirror.waiting
         if not known:
+            if advance is not None:
+                raise ArgumentError("advance: expected None where the device alone knows it (known=False), got counts")
             return None
+        if waiting:
+            name, expected, given = ("known", False, True) if advance is None else ("advance", None, "counts")
+            raise ArgumentError(f"{name}: expected {expected} while {waiting} rounds wait for their counts, got {given}")
         if advance is not None:
-            return np.asarray(advance, np.int64)
+            return self._mirror.checked(advance, self.rows)
         ones = np.ones(len(self.rows), np.int64)
         if self._fresh:
             ones[np.isin(self.rows, list(self._fresh))] = 0
         return ones
+
+    def _refuse_ended(self) -> None:
+        raise ArgumentError(f"rows: expected a new seating (seat), because {sorted(self._ended)} ended in their lanes, got the former one")
 
     def _upload(self, advance: np.ndarray) -> None:
         padded = np.zeros(self.state.lanes, np.int64)

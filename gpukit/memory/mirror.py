@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from gpukit.errors import ArgumentError
 from gpukit.kernels.decode_step import MOST_RETIRED
+from gpukit.memory._arrays import whole_numbers
 
 __all__ = ["Counts", "Mirror"]
 
@@ -57,7 +59,7 @@ class Mirror:
         self.lookahead, self.page_size, self.window = lookahead, page_size, window
         self.known = Counts(*(np.zeros(num_rows, np.int64) for _ in range(3)))
         self.low, self.high = self.known.copy(), self.known.copy()
-        # Live rows of each round in wait.
+        # Rows of each round in wait; -1 for those whose request has ended since.
         self._rounds: deque[np.ndarray] = deque()
 
     @property
@@ -71,9 +73,28 @@ class Mirror:
         return not self._rounds
 
     def set(self, row: int, length: int, pages: int, retired: int) -> None:
-        """A request begins, or ends with zeros."""
+        """A request begins, or ends with zeros; rounds in wait say nothing about it."""
+        for rows in self._rounds:
+            rows[rows == row] = -1
         for counts in (self.known, self.low, self.high):
             counts.lengths[row], counts.pages[row], counts.retired[row] = length, pages, retired
+
+    def checked(self, advance: Any, rows: np.ndarray) -> np.ndarray:
+        """What these rows advance by, as int64, after a check of type, shape and range.
+
+        A request advances by at most the lookahead, and not beyond the pages that it holds: a new one holds those of its prompt alone.
+        """
+        counts = whole_numbers(advance, "advance")
+        if counts.shape != rows.shape:
+            raise ArgumentError(f"advance: expected shape ({len(rows)},), one count a seated request, got {counts.shape}")
+        ended = rows < 0
+        room = np.minimum(self.known.pages[rows] * self.page_size - self.known.lengths[rows], self.lookahead)
+        wrong = (counts < 0) | (counts > self.lookahead) | ~ended & (counts > room)
+        if wrong.any():
+            lane = int(np.flatnonzero(wrong)[0])
+            most = self.lookahead if ended[lane] else int(room[lane])
+            raise ArgumentError(f"advance: expected 0 to {most} tokens for the request in lane {lane}, got {counts[lane]}")
+        return counts.astype(np.int64)
 
     def need(self, rows: np.ndarray, advance: np.ndarray | None = None) -> int:
         """Pages that the next round pops, or the most that it may pop where the advance is not known."""
@@ -139,12 +160,17 @@ class Mirror:
                 )  # fmt: skip
         return int(self.high.pages[rows].sum()) - before[0], int(self.low.retired[rows].sum()) - before[1]
 
-    def arrive(self, advance: np.ndarray) -> None:
-        """The counts of the oldest round in wait, one a row of it."""
+    def arrive(self, advance: Any) -> None:
+        """The counts of the oldest round in wait, one a row of it; those of requests that have ended since are nothing."""
+        if not self._rounds:
+            raise ArgumentError("advance: expected no counts, because no round waits for its own, got some")
+        advance = self.checked(advance, self._rounds[0])
         rows = self._rounds.popleft()
-        self._advance(self.known, rows, advance)
+        live = rows >= 0
+        self._advance(self.known, rows[live], advance[live])
         self.low, self.high = self.known.copy(), self.known.copy()
         for later in self._rounds:
+            later = later[later >= 0]
             self._advance(self.low, later, 0)
             self._advance(self.high, later, self.lookahead)
 

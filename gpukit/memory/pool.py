@@ -12,19 +12,20 @@ from typing import Any
 import numpy as np
 
 from gpukit import arrays
-from gpukit.errors import ArgumentError, Signal
+from gpukit.errors import ArgumentError, ArgumentTypeError, Signal
 from gpukit.kernels import page_copy, page_table, sliding_window, state_slots
 from gpukit.kernels._plans import whole
 from gpukit.kernels.free_list import DevicePages
 from gpukit.kernels.metadata import AddressSpaces
+from gpukit.launch import IDS
 from gpukit.memory import relief
-from gpukit.memory._arrays import by_page, byte_view, owned, to_device
-from gpukit.memory.bands import Band, Epoch
+from gpukit.memory._arrays import by_page, byte_view, check_ids, owned, to_device
+from gpukit.memory.bands import Band, Epoch, require_event
 from gpukit.memory.capacity import Chain, Weights
 from gpukit.memory.geometry import DOWN, UP, Take, pack, place
 from gpukit.memory.groups import FreeGroup
 from gpukit.memory.invariants import Detection
-from gpukit.memory.layout import PoolLayout
+from gpukit.memory.layout import PART_ALIGNMENT, PoolLayout
 
 __all__ = ["UnifiedPool"]
 
@@ -45,7 +46,8 @@ class UnifiedPool:
     bytes : bool
         False makes a pool without bytes, for planning and simulation: everything but them is the same.
     reclaim : callable, optional
-        Called with the missing counts by sub-pool when moving pages is not enough; frees what the engine can spare and says whether it did.
+        Called with the missing counts by sub-pool when moving pages is not enough; frees what the engine can spare and says whether it did. Asked
+        again while that is not enough and the pool finds something freed.
     detection : {"off", "warn", "strict"}
         Whether every call is followed by a check of everything, and whether what that finds is a warning or an error. Off costs nothing.
     signal : Signal, optional
@@ -96,18 +98,25 @@ class UnifiedPool:
         detection: str = "off",
         signal: Signal | None = None,
     ):
+        if not isinstance(layout, PoolLayout):
+            raise ArgumentTypeError(f"layout: expected a PoolLayout, got {type(layout).__name__}")
+        if reclaim is not None and not callable(reclaim):
+            raise ArgumentTypeError(f"reclaim: expected a callable or None, got {type(reclaim).__name__}")
         self.layout = layout
         self.like = buffer if like is None else like
+        device = arrays.HOST
+        if self.like is not None:
+            device = max(arrays.describe(self.like, "buffer" if like is None else "like")[4], arrays.HOST)
+        if buffer is not None:
+            _check_buffer(buffer, layout.buffer_bytes, device)
+        _check_signal(signal, device)
         epoch = Epoch()
         bands = [Band(layout, sub_pool.name, epoch, self.like) for sub_pool in layout.sub_pools]
         self.chain = Chain(bands, epoch, layout.buffer_bytes - layout.floor_bytes)
         if buffer is None and bytes:
             buffer = arrays.full(layout.buffer_bytes, 0, "uint8", self.like)
-        elif buffer is not None:
-            _, length, _, _ = arrays.output(buffer, "buffer", ("uint8",), arrays.device_of(bands[0].v2p))
-            if length < layout.buffer_bytes:
-                raise ArgumentError(f"buffer: expected at least {layout.buffer_bytes} bytes, got {length}")
         self.buffer = buffer
+        self.device = device
         self.reclaim = reclaim
         self.signal = signal
         self.moved_pages = 0
@@ -171,13 +180,16 @@ class UnifiedPool:
         return self.chain.schedulable(wanted)
 
     def fits(self, counts: Mapping[str, int], *, relieve: bool = False) -> bool:
-        """Whether `alloc_joint` of these counts would succeed; arithmetic only."""
-        states = self.chain.snapshot()
-        return (pack if relieve else place)(states, self.chain.counts(counts)) is not None
+        """Whether `alloc_joint` of these counts would succeed; arithmetic only. Refuses what that refuses."""
+        wanted = self.chain.counts(self.chain.joint(counts))
+        return (pack if relieve else place)(self.chain.snapshot(), wanted) is not None
 
     def set_gate(self, name: str, gate: Callable[[], bool] | None) -> None:
         """Let a callable say whether the pages of a band may move now; None lets them always."""
-        self.band(name).gate = gate
+        band = self.band(name)
+        if gate is not None and not callable(gate):
+            raise ArgumentTypeError(f"gate: expected a callable or None, got {type(gate).__name__}")
+        band.gate = gate
         self.chain.gated = [band for band in self.chain.bands if band.gate is not None]
 
     def refresh(self, *, stream: Any = None) -> None:
@@ -207,7 +219,8 @@ class UnifiedPool:
         int64 array, shape (n,), or None
             The ids; None, with nothing changed, where there is no room.
         """
-        found = self.alloc_joint({name: n}, relieve=relieve, stream=stream)
+        self._owner(name)
+        found = self.alloc_joint({name: whole(n, "n")}, relieve=relieve, stream=stream)
         return None if found is None else found[name]
 
     def alloc_joint(self, counts: Mapping[str, int], *, relieve: bool = False, stream: Any = None) -> dict[str, Any] | None:
@@ -216,7 +229,8 @@ class UnifiedPool:
         Parameters
         ----------
         counts : mapping of str to int
-            Pages by sub-pool. Of a sub-pool with an owner at most as many as of the owner: it binds the last of the new ids.
+            Pages by sub-pool. Of a sub-pool with an owner at most as many as of the owner, which is to be named too: it binds the last of the new
+            ids.
         relieve, stream
             As in `alloc`.
 
@@ -225,11 +239,7 @@ class UnifiedPool:
         dict of str to int64 array, or None
             The ids by sub-pool; None, with nothing changed, where there is no room.
         """
-        for name, count in counts.items():
-            whole(count, f"counts[{name!r}]")
-            owner = self.band(name).spec.owner
-            if owner is not None and count > counts.get(owner, 0):
-                raise ArgumentError(f"counts[{name!r}]: expected at most the {counts.get(owner, 0)} new ids of {owner}, got {count}")
+        counts = self.chain.joint(counts)
         takes = self._find(counts, relieve, stream)
         if takes is None:
             return None
@@ -252,7 +262,7 @@ class UnifiedPool:
         band = self.band(name)
         if band.virtual is not None:
             raise ArgumentError(f"name: expected a sub-pool with an owner, got {name}, which mints its own ids")
-        _, count, _, _ = arrays.vector(ids, "ids", ("int32", "int64"), arrays.device_of(band.v2p))
+        _, count, _, _ = arrays.vector(ids, "ids", IDS, self.device)
         takes = self._find({name: count}, relieve, stream)
         if takes is None:
             return False
@@ -293,9 +303,21 @@ class UnifiedPool:
             for band in self.chain.bands:
                 band.settle(stream)
             takes = place(self.chain.snapshot(), wanted) or relief.relieve(self, wanted, stream)
+        held = self._held()
         while takes is None and self.reclaim is not None and self.reclaim(dict(counts)):
+            if self.device >= 0:
+                for band in self.chain.bands:
+                    band.settle(stream)
             takes = place(self.chain.snapshot(), wanted) or relief.relieve(self, wanted, stream)
+            before, held = held, self._held()
+            if held >= before:
+                # Nothing was freed, whatever it says: asking again would go on for ever.
+                break
         return takes
+
+    def _held(self) -> int:
+        """Falls whenever pages are freed, an event fires or a gate opens, and is never negative."""
+        return sum(state.live + state.pending + (not state.movable) for state in self.chain.snapshot())
 
     def _bind(self, band: Band, take: Take, ids: Any, stream: Any) -> None:
         if take.holes:
@@ -327,6 +349,8 @@ class UnifiedPool:
         Inside a free group the ids are copied and freed when the group ends. A page that was retired before is ordinary in the follower.
         """
         self._owner(name)
+        check_ids(ids, "ids", self.device)
+        live, follower_live = _vouched(live, "live"), _vouched(follower_live, "follower_live")
         if self.group is not None:
             self.group.add(name, owned(ids), live, follower_live)
         else:
@@ -340,11 +364,13 @@ class UnifiedPool:
         `start` lies at a page boundary; the first token of a page speaks for it, and the last page may be partial. Otherwise as `free`.
         """
         band = self._owner(name)
+        check_ids(row_slice, "row_slice", self.device)
+        if whole(start, "start") % band.page_size:
+            raise ArgumentError(f"start: expected a multiple of page_size {band.page_size}, got {start}")
+        live, follower_live = _vouched(live, "live"), _vouched(follower_live, "follower_live")
         if self.group is None:
             self._free(name, row_slice, start, band.page_size, live, follower_live, stream)
             return
-        if whole(start, "start") % band.page_size:
-            raise ArgumentError(f"start: expected a multiple of page_size {band.page_size}, got {start}")
         self.group.add(name, by_page(row_slice, band.page_size), live, follower_live)
 
     def free_group(self) -> FreeGroup:
@@ -377,7 +403,7 @@ class UnifiedPool:
         stream: Any = None,
     ) -> None:
         """Tombstone pages that left the window, in this sub-pool only: one launch for a batch. Arguments as in `sliding_window.retire`."""
-        band = self.band(name)
+        band, live = self.band(name), _vouched(live, "live")
         sliding_window.retire(
             *(rows, starts, stops, band.page_size, band.v2p, band.p2v, band.holes),
             request_indices=request_indices,
@@ -392,6 +418,8 @@ class UnifiedPool:
         band = self.band(name)
         if band.virtual is not None:
             raise ArgumentError(f"name: expected a sub-pool with an owner, got {name}, which mints its own ids; free them")
+        live = _vouched(live, "live")
+        arrays.vector(ids, "ids", IDS, self.device)
         page_table.unbind_into(ids, band.v2p, band.p2v, band.holes, stream=stream, signal=self.signal)
         band.note(live, 0, stream)
         self._check("unbind")
@@ -446,7 +474,10 @@ class UnifiedPool:
         int
             Pages that moved.
         """
-        moved = relief.compact(self, self.band(name), event=event, stream=stream)
+        band = self.band(name)
+        if event is not None:
+            require_event(event, "event")
+        moved = relief.compact(self, band, event=event, stream=stream)
         self._check("compact")
         return moved
 
@@ -526,6 +557,31 @@ class UnifiedPool:
     def _check(self, where: str) -> None:
         if self.detection is not None:
             self.detection.check(self, where)
+
+
+def _check_buffer(buffer: Any, least: int, device: int) -> None:
+    """Refuse a buffer by name, before anything is made for it."""
+    address, length, _, _ = arrays.output(buffer, "buffer", ("uint8",), device)
+    if length < least:
+        raise ArgumentError(f"buffer: expected at least {least} bytes, got {length}")
+    if address % PART_ALIGNMENT:
+        raise ArgumentError(f"buffer: expected an address that is a multiple of {PART_ALIGNMENT}, got {address:#x}")
+
+
+def _check_signal(signal: Any, device: int) -> None:
+    """Refuse a signal that the pool's ops would refuse, when ids have been taken."""
+    if signal is None:
+        return
+    if not isinstance(signal, Signal):
+        raise ArgumentTypeError(f"signal: expected a gpukit.Signal or None, got {type(signal).__name__}")
+    where = arrays.HOST if signal.device is None else signal.device
+    if where != device:
+        raise ArgumentError(f"signal: expected one of {arrays.place(device)}, as the pool's tables are, got one of {arrays.place(where)}")
+
+
+def _vouched(count: Any, name: str) -> int | None:
+    """A number of live pages, if the caller gives one."""
+    return None if count is None else whole(count, name)
 
 
 def _as_ids_of(pages: Any, ids: Any) -> Any:

@@ -123,6 +123,23 @@ def test_lanes_that_make_no_sense(device: Any) -> None:
     assert pair.signals[0].counts() == {"out_of_range": 2, "mismatch": 6}
 
 
+@pytest.mark.parametrize("lanes", [9, 300])
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+def test_sums_that_go_round_and_lengths_beyond_31_bits(device: Any, lanes: int) -> None:
+    """Padding wherever a block counts: as what it serves, as what lies before it, and as what it changes."""
+    arrays = batch(np.random.default_rng(6), lanes=lanes, page_size=4, columns=12, spare=lanes + 80)
+    arrays["requests"][:] = range(lanes)
+    for row in range(0, lanes, 2):
+        length, pages, advance = (
+            (8, 2, 2**63 - 1), (2**63 - 1, 2, 1), (2**63 - 1, 2**63 - 1, 2**63 - 1), (8, 2, -(2**63)), (2**31, 2**31, 0), (2**31 - 2, 2**31, 1),
+        )[row // 2 % 6]  # fmt: skip
+        arrays["lengths"][row], arrays["pages"][row], arrays["advance"][row], arrays["retired"][row] = length, pages, advance, 0
+    pair = Pair(device, arrays, 4, 2, 1)
+    pair.play()
+    pair.assert_equal()
+    assert pair.signals[0].counts() == {"mismatch": (lanes + 1) // 2} and arrays["status"].tolist() == [1, 0, 0]
+
+
 def test_bad_pages_in_a_magazine_are_skipped(device: Any) -> None:
     """A page of a magazine that is none is counted and stays out of the tables."""
     arrays = batch(np.random.default_rng(6), lanes=4, page_size=1, columns=12, spare=80)

@@ -148,6 +148,42 @@ def test_lanes_that_make_no_sense_are_padding_and_counted() -> None:
     assert (made.state.locations[:, 1:] == 0).all() and made.state.lengths[:7].tolist() == [8] * 7
 
 
+@pytest.mark.parametrize(
+    ("page_size", "length", "pages", "advance"),
+    [
+        (4, 8, 2, 2**63 - 1),
+        (4, 2**63 - 1, 2, 1),
+        (4, 2**63 - 1, 2**63 - 1, 2**63 - 1),
+        (4, 8, 2, -(2**63)),
+        (4, 2**31, 2**31, 0),
+        (4, 2**31 - 1, 2**31, 0),
+        (4, 2**31 - 2, 2**31, 1),
+        (1, 2**63 - 2, 2**63 - 1, 1),
+    ],
+)
+def test_sums_that_go_round_and_lengths_beyond_31_bits_are_padding(page_size: int, length: int, pages: int, advance: int) -> None:
+    """The lane beside it is served as if it were alone."""
+    arrays = batch(np.random.default_rng(6), lanes=2, page_size=page_size, columns=12, spare=80)
+    arrays["requests"][:] = [0, 1]
+    arrays["lengths"][:2], arrays["pages"][:2], arrays["retired"][:2] = [length, 3], [pages, 3], 0
+    arrays["advance"][0] = advance
+    made, signal = assemble(arrays, 1), Signal()
+    play(made, page_size, 2, signal)
+    state = made.state
+    assert signal.counts()["mismatch"] == 1 and "exhausted" not in signal.counts() and state.status.tolist() == [1, 0, 0]
+    assert state.kv_lengths.tolist() == [0, 4] and state.lengths[:2].tolist() == [length, 3] and state.pages[0] == pages
+    assert (state.locations[:, 0] == 0).all()
+
+
+def test_the_longest_length_makes_sense() -> None:
+    """And is refused for the width of its row."""
+    arrays = batch(np.random.default_rng(6), lanes=1, page_size=4, columns=12, spare=80)
+    arrays["requests"][:], arrays["lengths"][0], arrays["pages"][0], arrays["retired"][0] = 0, 2**31 - 2, 2**29, 0
+    made, signal = assemble(arrays, 1), Signal()
+    play(made, 4, None, signal)
+    assert signal.counts() == {"exhausted": 1} and made.state.status.tolist() == [0, 1, 0]
+
+
 def test_a_backlog_of_retirement_is_worked_off_in_rounds() -> None:
     arrays = batch(np.random.default_rng(7), lanes=1, page_size=1, columns=80, spare=90, window=None)
     arrays["requests"][:] = 0
@@ -226,3 +262,23 @@ def test_a_state_refuses_by_name(error: type[Exception], message: str, name: str
     arrays = batch(np.random.default_rng(9), lanes=0, page_size=1, columns=4)
     with pytest.raises(error, match=f"^{message}"):
         assemble(arrays | {name: arrays[array] if isinstance(array, str) else array}, 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "sizes"),
+    [
+        (ArgumentError, "num_rows: expected at least 1, got -1", {"num_rows": -1}),
+        (ArgumentError, "num_rows: expected at least 1, got 0", {"num_rows": 0}),
+        (ArgumentTypeError, "num_rows: expected an integer, got float", {"num_rows": 2.0}),
+        (ArgumentError, "columns: expected at least 0, got -1", {"columns": -1}),
+        (ArgumentError, "lanes: expected at least 0, got -1", {"lanes": -1}),
+        (ArgumentTypeError, "lanes: expected an integer, got str", {"lanes": "a"}),
+        (ArgumentTypeError, "lookahead: expected an integer, got float", {"lookahead": 1.5}),
+        (ArgumentError, "lookahead: expected at least 1, got 0", {"lookahead": 0}),
+        (ArgumentError, "width: expected at least 0, got -1", {"width": -1}),
+        (ArgumentTypeError, "row_type: expected int32 or int64, got 'float64'", {"row_type": "float64"}),
+    ],
+)
+def test_an_allocation_refuses_by_name(error: type[Exception], message: str, sizes: dict[str, Any]) -> None:
+    with pytest.raises(error, match=f"^{message}"):
+        DecodeState.allocate(**{"num_rows": 2, "columns": 3, "lanes": 1} | sizes)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
-from gpukit import ArgumentError
+from gpukit import ArgumentError, ArgumentTypeError
 from gpukit.memory import DecodeMemory, Entry, Mirror, Part, full_and_state, full_and_swa, full_swa_and_state
 
 ROW = Entry((Part("k", (8,), "float32"),))
@@ -231,5 +233,321 @@ def test_refuses_by_name() -> None:
     memory.admit(0, 5)
     memory.seat([0])
     memory.step(known=False)
-    with pytest.raises(ArgumentError, match="^advance: expected None while 1 rounds wait"):
+    for advance, message in ((None, "known: expected False while 1 rounds wait"), ([1], "advance: expected None while 1 rounds wait")):
+        for call in (memory.step, memory.ready):
+            assert_refused(memory, ArgumentError, message, lambda call=call, advance=advance: call(advance))
+    memory.arrived([0])
+    assert memory.step() and memory.check() == []
+
+
+def everything(memory: DecodeMemory) -> dict[str, Any]:
+    """What a refusal must leave as it is: the device's arrays, the mirror, the lists and the books."""
+    mirror, state = memory.mirror, memory.state
+    arrays = {f"state.{name}": array for name, array in vars(state).items() if isinstance(array, np.ndarray)}
+    arrays |= {f"{bound}.{name}": array for bound in ("low", "high", "known") for name, array in vars(getattr(mirror, bound)).items()}
+    for band in memory.pool.chain.bands:
+        arrays |= {f"{band.name}.v2p": band.v2p, f"{band.name}.p2v": band.p2v, f"{band.name} holes": band.holes.counters}
+    found = {name: array.tolist() for name, array in arrays.items()}
+    books = {
+        "rounds": memory.rounds,
+        "rows": memory.rows.tolist(),
+        "waiting": mirror.waiting,
+        "bands": [band.state() for band in memory.pool.chain.bands],
+    }
+    return found | books
+
+
+def assert_refused(memory: DecodeMemory, error: type[Exception], message: str, call: Callable[[], object]) -> None:
+    before = everything(memory)
+    with pytest.raises(error, match=f"^{message}"):
+        call()
+    assert everything(memory) == before and memory.check() == [] and memory.pool.check() == []
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "arguments"),
+    [
+        (ArgumentError, "row: expected at most 11, got 99", {"row": 99}),
+        (ArgumentError, "row: expected at least 0, got -1", {"row": -1}),
+        (ArgumentTypeError, "row: expected an integer, got float", {"row": 1.0}),
+        (ArgumentTypeError, "row: expected an integer, got str", {"row": "a"}),
+        (ArgumentTypeError, "row: expected an integer, got bool", {"row": True}),
+        (ArgumentError, "row: expected a row that no request has, got 0", {"row": 0}),
+        (ArgumentTypeError, "length: expected an integer, got float", {"length": 6.0}),
+        (ArgumentError, "length: expected at least 0, got -1", {"length": -1}),
+        (ArgumentError, "shared: expected at most 2, got 5", {"shared": 5}),
+        (ArgumentError, "shared: expected at least 0, got -1", {"shared": -1}),
+        (ArgumentTypeError, "shared: expected an integer, got float", {"shared": 1.0}),
+        (ArgumentError, "shared: expected at most 2, got 5", {"shared": 5, "pages": np.array([1, 2])}),
+        (ArgumentTypeError, "pages: expected an array", {"pages": [1, 2]}),
+        (ArgumentTypeError, "pages: expected dtype int32 or int64, got float64", {"pages": np.array([1.0, 2.0])}),
+        (ArgumentError, "pages: expected 1 dimension", {"pages": np.array([[1, 2]])}),
+        (ArgumentError, "pages: expected ids from 1 to [0-9]+, got -3", {"pages": np.array([1, -3])}),
+        (ArgumentError, "pages: expected ids from 1 to [0-9]+, got 0", {"pages": np.array([0, 1])}),
+        (ArgumentError, "pages: expected ids from 1 to [0-9]+, got 100000", {"pages": np.array([1, 100_000])}),
+    ],
+)
+@pytest.mark.parametrize("swa", [True, False])
+def test_an_admission_that_is_refused_changes_nothing(swa: bool, error: type[Exception], message: str, arguments: dict[str, Any]) -> None:
+    if swa:
+        memory = memory_of()
+    else:
+        memory = DecodeMemory(full_and_state(1 << 15, ROW, STATE, page_size=4), num_rows=12, columns=40, lanes=8, window=None)
+    assert memory.admit(0, 6)
+    memory.seat([0])
+    assert_refused(memory, error, message, lambda: memory.admit(**{"row": 3, "length": 6} | arguments))
+    memory.step()
+    memory.end(0)
+    assert memory.full.live == 0
+
+
+def test_the_ids_of_the_last_pages_are_pages() -> None:
+    memory = memory_of()
+    everyone = memory.pool.alloc("full", memory.pool.available("full"))
+    last = everyone[-2:].astype(np.int32)
+    assert last[1] == memory.full.num_virtual - 1 and memory.admit(np.int32(11), np.int64(6), pages=last, shared=2)
+    assert memory.state.rows[11, :2].tolist() == last.tolist() and memory.state.retired[11] == 2
+
+
+def test_an_end_that_is_refused_changes_nothing() -> None:
+    memory = memory_of()
+    for row in (0, 8):
+        assert memory.admit(row, 20)
+    memory.seat([0])
+    memory.step()
+    for row, error, message in (
+        (-4, ArgumentError, "row: expected at least 0, got -4"),
+        (12, ArgumentError, "row: expected at most 11, got 12"),
+        (7, ArgumentError, "row: expected a row that a request has, got 7"),
+        (0.0, ArgumentTypeError, "row: expected an integer, got float"),
+        ("a", ArgumentTypeError, "row: expected an integer, got str"),
+    ):
+        assert_refused(memory, error, message, lambda row=row: memory.end(row))
+    memory.end(8)
+    assert_refused(memory, ArgumentError, "row: expected a row that a request has, got 8", lambda: memory.end(8))
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("known", [True, False])
+def test_a_seated_request_that_has_ended_is_not_decoded(known: bool, again: bool) -> None:
+    """Nor one that has its row now, in a lane that still holds the other's pages."""
+    memory = memory_of()
+    assert memory.admit(0, 7) and memory.admit(1, 7)
+    memory.seat([0, 1])
+    for _ in range(3):
+        assert memory.step()
+    memory.end(0)
+    if again:
+        assert memory.admit(0, 13)
+    # Takes what the request gave back.
+    memory.admit(5, 20)
+    for call in (lambda: memory.step(known=known), lambda: memory.ready(known=known), lambda: memory.ready(known=known, relieve=True)):
+        assert_refused(memory, ArgumentError, r"rows: expected a new seating \(seat\), because \[0\] ended", call)
+    memory.seat([0, 1, 5] if again else [1, 5])
+    if not known:
+        memory.state.advance[:] = 0
+    assert memory.step(known=known)
+    if not known:
+        memory.arrived(np.zeros(len(memory.rows), np.int64))
+    assert memory.check() == [] and memory.pool.check() == []
+    for row in memory.rows.tolist():
+        memory.end(row)
+    memory.seat([])
+    assert memory.step() and memory.full.live == memory.swa.live == 0 and memory.pool.check() == []
+
+
+def test_the_end_of_a_request_that_is_not_seated_stops_nobody() -> None:
+    memory = memory_of()
+    assert memory.admit(0, 7) and memory.admit(1, 7)
+    memory.seat([1])
+    memory.end(0)
+    assert memory.step() and memory.check() == []
+
+
+def test_counts_that_arrive_after_an_end_are_not_the_next_requests() -> None:
+    memory = memory_of(lookahead=4)
+    assert memory.admit(0, 7) and memory.admit(1, 9)
+    memory.seat([0, 1])
+    for advance in ([0, 0], [2, 3]):
+        memory.state.advance[:2] = advance
+        assert memory.step(known=False)
+    memory.end(0)
+    assert memory.admit(0, 21)
+    memory.seat([1, 0])
+    memory.state.advance[:2] = [1, 0]
+    assert memory.step(known=False) and memory.check() == []
+    for advance in ([0, 0], [2, 3], [1, 0]):
+        memory.arrived(advance)
+        assert memory.check() == []
+    assert memory.mirror.exact and memory.mirror.low.lengths[:2].tolist() == [21, 13]
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "advance"),
+    [
+        (ArgumentError, "advance: expected shape \\(2,\\), one count a seated request, got \\(1,\\)", [1]),
+        (ArgumentError, "advance: expected shape \\(2,\\), one count a seated request, got \\(3,\\)", [1, 1, 1]),
+        (ArgumentError, "advance: expected shape \\(2,\\), one count a seated request, got \\(\\)", 1),
+        (ArgumentError, "advance: expected 0 to 2 tokens for the request in lane 0, got -1", [-1, 0]),
+        (ArgumentError, "advance: expected 0 to 2 tokens for the request in lane 1, got 3", [0, 3]),
+        (ArgumentError, "advance: expected 0 to 2 tokens for the request in lane 0, got 100", [100, 0]),
+        (ArgumentError, "advance: expected 0 to 2 tokens for the request in lane 0, got 18446744073709551615", np.array([2**64 - 1, 0], np.uint64)),
+        (ArgumentTypeError, "advance: expected whole numbers, got dtype float64", [1.0, 1.0]),
+        (ArgumentTypeError, "advance: expected whole numbers, got dtype bool", [True, False]),
+        (ArgumentTypeError, "advance: expected whole numbers, got str", "ab"),
+        (ArgumentTypeError, "advance: expected whole numbers, got list", [[1], [1, 2]]),
+    ],
+)
+@pytest.mark.parametrize("late", [True, False])
+def test_counts_are_checked(late: bool, error: type[Exception], message: str, advance: Any) -> None:
+    """Those of a step, and those that arrive for the oldest round."""
+    memory = memory_of(lookahead=2)
+    assert memory.admit(3, 6) and memory.admit(1, 6)
+    memory.seat([3, 1])
+    assert memory.step()
+    if late:
+        memory.state.advance[:2] = [1, 2]
+        assert memory.step(known=False)
+        assert_refused(memory, error, message, lambda: memory.arrived(advance))
+        memory.arrived([1, 2])
+    else:
+        assert_refused(memory, error, message, lambda: memory.step(advance))
+        assert_refused(memory, error, message, lambda: memory.ready(advance))
+        assert memory.step(np.array([1, 2], np.int32))
+    assert memory.mirror.exact and memory.check() == [] and memory.state.lengths[[3, 1]].tolist() == [7, 8]
+
+
+def test_a_first_round_does_not_advance_beyond_the_prompts_pages() -> None:
+    """The device would leave the request where it is."""
+    memory = memory_of()
+    assert memory.admit(0, 8) and memory.admit(1, 7)
+    memory.seat([0, 1])
+    message = "advance: expected 0 to 0 tokens for the request in lane 0, got 1"
+    assert_refused(memory, ArgumentError, message, lambda: memory.step([1, 1]))
+    assert memory.step([0, 1]) and memory.step([1, 1]) and memory.check() == []
+    assert memory.state.lengths[:2].tolist() == [9, 9]
+
+
+def test_counts_that_nobody_waits_for() -> None:
+    memory = memory_of()
+    memory.admit(0, 5)
+    memory.seat([0])
+    assert_refused(memory, ArgumentError, "advance: expected no counts, because no round waits", lambda: memory.arrived([1]))
+    assert_refused(memory, ArgumentError, "advance: expected None where the device alone knows", lambda: memory.step([0], known=False))
+
+
+def test_a_round_that_was_not_launched_is_not_in_the_books(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = memory_of()
+    memory.admit(0, 5)
+    memory.seat([0])
+
+    def fail() -> None:
+        raise RuntimeError("no launch")
+
+    for arguments in ({"advance": [0]}, {}, {"advance": [1]}, {}, {"known": False}):
+        with monkeypatch.context() as broken:
+            broken.setattr(memory, "_launch", fail)
+            before = {name: value for name, value in everything(memory).items() if name not in ("state.advance", "bands") and "holes" not in name}
+            with pytest.raises(RuntimeError, match="no launch"):
+                memory.step(**arguments)
+            after = everything(memory)
+            assert {name: after[name] for name in before} == before and memory.check() == []
+        if arguments.get("known", True):
+            assert memory.step(**arguments) and memory.check() == []
+    assert memory.step() and memory.step() and memory.check() == [] and memory.pool.check() == []
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "arguments"),
+    [
+        (ArgumentError, "window: expected at least 0, got -1", {"window": -1}),
+        (ArgumentTypeError, "window: expected an integer, got float", {"window": 1.5}),
+        (ArgumentError, "lookahead: expected at most 64 tokens, 16 pages, got 65", {"lookahead": 65}),
+        (ArgumentTypeError, "lookahead: expected an integer, got float", {"lookahead": 1.5}),
+        (ArgumentError, "num_rows: expected at least 1, got 0", {"num_rows": 0}),
+        (ArgumentError, "columns: expected at least 0, got -1", {"columns": -1}),
+        (ArgumentTypeError, "lanes: expected an integer, got str", {"lanes": "a"}),
+        (ArgumentTypeError, "pool: expected a UnifiedPool, got int", {"pool": 5}),
+    ],
+)
+def test_sizes_are_checked(error: type[Exception], message: str, arguments: dict[str, Any]) -> None:
+    pool = full_and_swa(1 << 14, ROW, ROW, page_size=4)
+    with pytest.raises(error, match=f"^{message}"):
+        DecodeMemory(**{"pool": pool, "num_rows": 4, "columns": 8, "lanes": 2, "window": 8} | arguments)
+    assert DecodeMemory(pool, num_rows=4, columns=8, lanes=2, window=0, lookahead=64).step()
+
+
+def test_a_seating_that_is_refused_changes_nothing() -> None:
+    memory = memory_of()
+    for row in (0, 1):
+        assert memory.admit(row, 6)
+    memory.seat([1, 0])
+    memory.step()
+    for rows, error, message in (
+        ("a", ArgumentTypeError, "rows: expected whole numbers, got str"),
+        ([0.5], ArgumentTypeError, "rows: expected whole numbers, got dtype float64"),
+        ([None], ArgumentTypeError, "rows: expected whole numbers, got list"),
+        ([2**70], ArgumentTypeError, "rows: expected whole numbers, got list"),
+        (np.array([2**64 - 1], np.uint64), ArgumentError, "rows: expected at most 8 different rows below 12"),
+        ([0, 5, 7], ArgumentError, "rows: expected rows that requests have, got \\[5, 7\\], which none has"),
+    ):
+        assert_refused(memory, error, message, lambda rows=rows: memory.seat(rows))
+    assert memory.step() and memory.rows.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_request_that_fills_its_row_is_not_decoded_beyond_it(known: bool) -> None:
+    """The device would refuse the round, and the mirror go on: up to the last token rounds are served, the next one is refused here."""
+    pool = full_and_swa(1 << 14, ROW, ROW, page_size=4)
+    memory = DecodeMemory(pool, num_rows=3, columns=4, lanes=2, window=8, lookahead=2)
+    assert memory.admit(0, 3) and memory.admit(2, 6)
+    # So that no round stops for want of pages.
+    assert pool.stock("full", 10) and pool.stock("swa", 10)
+    memory.seat([0, 2])
+    advance, served = np.zeros(2, np.int64), 0
+    while memory.mirror.low.lengths[2] + advance[1] + 2 <= 16:
+        if not known:
+            memory.state.advance[:] = advance
+        assert memory.step(known=known)
+        if not known:
+            memory.arrived(advance)
+        advance = np.array([1, 1 if known else 2])
+        served += 1
+        # The host does not know what a round accepts before it is done.
+        if not known and memory.mirror.low.lengths[2] + 4 > 16:
+            break
+    assert served == (9 if known else 5) and memory.check() == [] and memory.state.status.tolist() == [served, 0, 0]
+    message = "rows: expected at most 16 tokens in a row, got up to [0-9]+ of the coming round in row 2"
+    for call in (memory.step, memory.ready):
+        assert_refused(memory, ArgumentError, message, lambda call=call: call(known=known))
+    memory.end(2)
+    memory.seat([0])
+    memory.state.advance[:] = 1
+    assert memory.step(known=known) and memory.state.status.tolist() == [served + 1, 0, 0]
+
+
+def test_a_forecast_ends_where_a_row_is_full() -> None:
+    memory = DecodeMemory(full_and_swa(1 << 14, ROW, ROW, page_size=4), num_rows=1, columns=4, lanes=1, window=8)
+    assert memory.admit(0, 6) and memory.pool.stock("full", 10) and memory.pool.stock("swa", 10)
+    memory.seat([0])
+    # Nobody looks at the mirror in between, which would begin a new forecast.
+    assert all(memory.step() for _ in range(10))
+    with pytest.raises(ArgumentError, match="^rows: expected at most 16 tokens in a row, got up to 17 of the coming round in row 0"):
         memory.step()
+    assert memory.state.status.tolist() == [10, 0, 0] and memory.check() == []
+
+
+def test_rounds_in_a_row_that_nobody_hears_of_stop_before_a_row_may_be_full() -> None:
+    memory = DecodeMemory(full_and_swa(1 << 14, ROW, ROW, page_size=4), num_rows=1, columns=6, lanes=1, window=8, lookahead=2)
+    assert memory.admit(0, 4)
+    assert memory.pool.stock("full", 10) and memory.pool.stock("swa", 10)
+    memory.seat([0])
+    rounds = [0, *[2] * 8]
+    for advance in rounds:
+        memory.state.advance[:] = advance
+        assert memory.step(known=False)
+    assert memory.mirror.high.lengths[0] == 22
+    assert_refused(memory, ArgumentError, "rows: expected at most 24 tokens", lambda: memory.step(known=False))
+    for advance in rounds:
+        memory.arrived([advance])
+    assert memory.step(known=False) is True and memory.state.status.tolist() == [10, 0, 0]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from gpukit import ArgumentError, ArgumentTypeError
+from gpukit import ArgumentError, ArgumentTypeError, Signal
 from gpukit.kernels import page_copy, page_table, sliding_window
 from gpukit.kernels.free_list import DevicePages
 from gpukit.memory import Entry, Part, PoolLayout, SubPool, UnifiedPool, full_and_state, full_and_swa, full_swa_and_state
@@ -153,12 +154,44 @@ def test_queries_refuse_what_is_no_band() -> None:
     for query in ("no", {"no": 1}):
         with pytest.raises(ArgumentError, match="^name: expected one of state, swa, full, got 'no'"):
             pool.available(query)
-    with pytest.raises(ArgumentError, match="^weights: expected at least 1"):
+    with pytest.raises(ArgumentError, match="^wanted\\['full'\\]: expected at least 1"):
         pool.available({"full": 0})
-    with pytest.raises(ArgumentError, match="^weights: expected at least one band"):
+    with pytest.raises(ArgumentError, match="^wanted: expected at least one sub-pool"):
         pool.schedulable({})
-    with pytest.raises(ArgumentTypeError, match="counts"):
+    for ask in (pool.available, pool.schedulable):
+        for query in (None, 3, ["full"]):
+            with pytest.raises(ArgumentTypeError, match="^wanted: expected a sub-pool or a mapping"):
+                ask(query)
+        with pytest.raises(ArgumentTypeError, match="^wanted\\['full'\\]: expected an integer, got list"):
+            ask({"full": [1]})
+    with pytest.raises(ArgumentTypeError, match="^n: expected an integer, got float"):
         pool.alloc("full", 1.5)  # type: ignore[arg-type]
+    for name in (None, ["full"]):
+        with pytest.raises(ArgumentError, match="^name: expected one of"):
+            pool.band(name)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "counts"),
+    [
+        (ArgumentError, "counts\\['full'\\]: expected at least 0, got -1", {"full": -1}),
+        (ArgumentTypeError, "counts\\['full'\\]: expected an integer, got float", {"full": 2.5}),
+        (ArgumentTypeError, "counts\\['full'\\]: expected an integer, got bool", {"full": True}),
+        (ArgumentError, "counts\\['swa'\\]: expected at most the 1 new ids of full, got 2", {"full": 1, "swa": 2}),
+        (ArgumentError, "counts\\['swa'\\]: expected a count of full, whose new ids it binds", {"swa": 1}),
+        (ArgumentError, "counts\\['swa'\\]: expected a count of full, whose new ids it binds", {"swa": 0}),
+        (ArgumentError, "name: expected one of state, swa, full, got 'no'", {"no": 1}),
+        (ArgumentTypeError, "counts: expected a mapping", 5),
+        (ArgumentTypeError, "counts: expected a mapping", None),
+    ],
+)
+def test_fits_refuses_what_an_allocation_refuses(error: type[Exception], message: str, counts: Any) -> None:
+    pool = fused_pool()
+    for ask in (pool.alloc_joint, pool.fits):
+        for relieve in (False, True):
+            with pytest.raises(error, match=f"^{message}"):
+                ask(counts, relieve=relieve)
+    assert pool.check() == [] and pool.band("full").live == 0
 
 
 # Launches
@@ -269,6 +302,46 @@ def test_reclaim_frees_and_the_allocation_goes_on() -> None:
     assert pool.alloc("full", 33, relieve=True) is None and not kept and pool.check() == []
 
 
+@pytest.mark.parametrize("frees", [0, 2])
+def test_a_reclaim_that_frees_nothing_is_not_asked_for_ever(frees: int) -> None:
+    """Whatever it returns; while it frees something it is asked again."""
+    asked: list[dict[str, int]] = []
+
+    def boast(counts: dict[str, int]) -> bool:
+        asked.append(counts)
+        assert len(asked) < 20
+        if len(asked) <= frees:
+            pool.free("full", ids[len(asked) : len(asked) + 1])
+        return True
+
+    pool = full_and_swa(33 * 128, PLAIN, PLAIN, page_size=4, reclaim=boast)
+    ids = pool.alloc("full", 20)
+    assert pool.alloc("full", 30, relieve=True) is None and asked == [{"full": 30}] * (frees + 1)
+    assert pool.band("full").live == 20 - frees and pool.check() == []
+
+
+@pytest.mark.parametrize("how", ["gate", "event"])
+def test_a_reclaim_that_opens_a_gate_or_awaits_an_event_is_asked_again(how: str) -> None:
+    pool = full_and_swa(33 * 128, PLAIN, PLAIN, page_size=4)
+    ids, event, asked = pool.alloc("full", 20), Event(), []
+    pool.free("full", ids[15:])
+    if how == "event":
+        assert pool.compact("full", event=event) == 5
+    else:
+        pool.set_gate("full", lambda: event.fired)
+
+    def reclaim(counts: dict[str, int]) -> bool:
+        asked.append(counts)
+        event.fired = True
+        if len(asked) > 1:
+            pool.free("full", ids[:5])
+        return len(asked) < 3
+
+    pool.reclaim = reclaim
+    assert pool.alloc_joint({"full": 10, "swa": 10}, relieve=True) is not None
+    assert len(asked) == 2 and pool.check() == []
+
+
 def test_a_float_moves_as_a_whole_and_no_further_than_it_must() -> None:
     pool = full_swa_and_state(1 << 14, PLAIN, PLAIN, PLAIN, page_size=4)
     swa = pool.band("swa")
@@ -337,6 +410,16 @@ def test_stock_extends_the_span_and_flush_takes_it_back() -> None:
             lambda: PoolLayout(4096, [SubPool("a", PLAIN, "up", owner="b"), SubPool("f", PLAIN, "float", owner="b"), SubPool("b", PLAIN, "down")]),
         ),
         ("buffer: expected at least 4096 bytes", lambda: full_and_state(4096, PLAIN, PLAIN, page_size=1, buffer=np.zeros(100, np.uint8))),
+        (
+            "buffer: expected an address that is a multiple of 16, got 0x",
+            lambda: full_and_state(4096, PLAIN, PLAIN, page_size=1, buffer=np.zeros(5000, np.uint8)[1:]),
+        ),
+        ("buffer: expected an array", lambda: full_and_state(4096, PLAIN, PLAIN, page_size=1, buffer=[1])),
+        ("buffer: expected dtype uint8, got int64", lambda: full_and_state(4096, PLAIN, PLAIN, page_size=1, buffer=np.zeros(5000, np.int64))),
+        ("like: expected an array", lambda: full_and_state(4096, PLAIN, PLAIN, page_size=1, like=[1])),
+        ("signal: expected a gpukit.Signal or None, got int", lambda: full_and_state(4096, PLAIN, PLAIN, page_size=1, signal=5)),
+        ("reclaim: expected a callable or None, got int", lambda: full_and_state(4096, PLAIN, PLAIN, page_size=1, reclaim=5)),
+        ("layout: expected a PoolLayout, got int", lambda: UnifiedPool(4096)),
     ],
 )
 def test_layouts_are_validated(message: str, make: Any) -> None:
@@ -358,13 +441,70 @@ def test_an_entry_is_rounded_and_its_parts_aligned() -> None:
         ("name: expected a sub-pool that mints ids, got swa, whose ids are full's", lambda pool: pool.free("swa", np.array([1]))),
         ("name: expected a sub-pool with an owner, got full", lambda pool: pool.unbind("full", np.array([1]))),
         ("name: expected a sub-pool with an owner, got full", lambda pool: pool.bind("full", np.array([1]))),
-        ("counts\\['full'\\]: expected at least 0", lambda pool: pool.alloc("full", -1)),
+        ("n: expected at least 0", lambda pool: pool.alloc("full", -1)),
+        ("name: expected a sub-pool that mints ids, got swa", lambda pool: pool.alloc("swa", 1)),
+        ("name: expected a sub-pool that mints ids, got swa", lambda pool: pool.alloc("swa", 0)),
         ("pool: expected one with bytes", lambda pool: pool.view("full", "k")),
     ],
 )
 def test_calls_refuse_by_name(message: str, call: Any) -> None:
     with pytest.raises(ArgumentError, match=f"^{message}"):
         call(full_and_swa(4096, PLAIN, PLAIN, page_size=4, bytes=False))
+
+
+def test_a_signal_of_another_device_is_refused_before_ids_are_taken() -> None:
+    class Elsewhere(Signal):
+        device = 0  # type: ignore[assignment]
+
+    with pytest.raises(ArgumentError, match="^signal: expected one of host memory, as the pool's tables are, got one of device 0"):
+        full_and_swa(4096, PLAIN, PLAIN, page_size=4, signal=Elsewhere())
+
+
+class Broken:
+    """An event that cannot be asked."""
+
+    def query(self) -> bool:
+        raise RuntimeError("lost")
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        (ArgumentTypeError, "event: expected an event .*, got int", lambda pool, ids: pool.compact("full", event=5)),
+        (ArgumentTypeError, "event: expected an event .*, got list", lambda pool, ids: pool.compact("full", event=[])),
+        (RuntimeError, "lost", lambda pool, ids: pool.compact("full", event=Broken())),
+        (ArgumentTypeError, "gate: expected a callable or None, got int", lambda pool, ids: pool.set_gate("full", 5)),
+        (ArgumentTypeError, "ids: expected an array", lambda pool, ids: pool.free("full", [1])),
+        (ArgumentTypeError, "ids: expected dtype int32 or int64, got float64", lambda pool, ids: pool.free("full", ids * 1.0)),
+        (ArgumentError, "ids: expected 1 dimension, got shape \\(1, 9\\)", lambda pool, ids: pool.free("full", ids[None])),
+        (ArgumentTypeError, "row_slice: expected an array", lambda pool, ids: pool.free_segment("full", [1], 0)),
+        (ArgumentTypeError, "row_slice: expected dtype int32 or int64", lambda pool, ids: pool.free_segment("full", ids * 1.0, 0)),
+        (ArgumentError, "row_slice: expected 1 dimension", lambda pool, ids: pool.free_segment("full", ids[None], 0)),
+        (ArgumentTypeError, "start: expected an integer, got float", lambda pool, ids: pool.free_segment("full", ids, 1.0)),
+        (ArgumentTypeError, "live: expected an integer, got str", lambda pool, ids: pool.free("full", ids, live="9")),
+        (ArgumentError, "follower_live: expected at least 0, got -1", lambda pool, ids: pool.free("full", ids, follower_live=-1)),
+        (ArgumentTypeError, "live: expected an integer, got float", lambda pool, ids: pool.free_segment("full", ids * 4, 0, live=1.0)),
+        (ArgumentTypeError, "live: expected an integer, got str", lambda pool, ids: pool.retire("swa", (ids * 4)[None], [0], [4], live="1")),
+        (ArgumentTypeError, "live: expected an integer, got str", lambda pool, ids: pool.unbind("swa", ids, live="1")),
+        (ArgumentTypeError, "ids: expected an array", lambda pool, ids: pool.unbind("swa", [1])),
+    ],
+)
+@pytest.mark.parametrize("grouped", [False, True])
+def test_what_is_refused_changes_nothing(error: type[Exception], message: str, call: Any, grouped: bool) -> None:
+    """And the pool works as before, in a group of frees or not."""
+    pool = full_and_swa(1 << 14, PLAIN, PLAIN, page_size=4)
+    ids = pool.alloc_joint({"full": 10, "swa": 10})["full"]
+    pool.free("full", ids[3:4])
+    ids = np.delete(ids, 3)
+    before = [band.state() for band in pool.chain.bands], [(band.v2p.copy(), band.p2v.copy()) for band in pool.chain.bands]
+    with pytest.raises(error, match=f"^{message}"), pool.free_group() if grouped else nullcontext():
+        call(pool, ids)
+    assert [band.state() for band in pool.chain.bands] == before[0]
+    for band, tables in zip(pool.chain.bands, before[1], strict=True):
+        np.testing.assert_array_equal(band.v2p, tables[0])
+        np.testing.assert_array_equal(band.p2v, tables[1])
+    pool.refresh()
+    assert pool.schedulable("full") > 0 and pool.check() == []
 
 
 def test_groups_do_not_nest() -> None:

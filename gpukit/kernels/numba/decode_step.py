@@ -44,8 +44,9 @@ def whole_pages(tokens, page_size, shift):
 
 
 @device_function
-def makes_sense(before, step, held, gone, length, page_size, most_tokens):
-    return step >= 0 and before >= 0 and held >= 0 and gone >= 0 and gone <= held and length <= min(held * page_size, most_tokens)
+def makes_sense(before, held, gone, length, page_size, most_tokens):
+    # A length below the one before it: the advance is negative, or the sum went round.
+    return length >= before and before >= 0 and held >= 0 and gone >= 0 and gone <= held and length <= min(held * page_size, most_tokens)
 
 
 @device_function
@@ -61,7 +62,7 @@ def row_of(lane, requests, num_rows, advance, lengths, pages, retired, page_size
     held = pages[row]
     gone = retired[row]
     length = before + step
-    if not makes_sense(before, step, held, gone, length, page_size, most_tokens):
+    if not makes_sense(before, held, gone, length, page_size, most_tokens):
         return int64(BROKEN), int64(0)
     return row, length
 
@@ -94,7 +95,7 @@ def asks(row, step, num_rows, lengths, pages, retired, page_size, shift, most_to
     held = pages[at]
     gone = retired[at]
     length = before + step
-    live = row >= 0 and row < num_rows and makes_sense(before, step, held, gone, length, page_size, most_tokens)
+    live = row >= 0 and row < num_rows and makes_sense(before, held, gone, length, page_size, most_tokens)
     if not live:
         return int64(0), int64(0)
     return pages_to_take(held, length, lookahead, columns, page_size, shift), length + lookahead
@@ -119,7 +120,7 @@ def after(row, step, num_rows, lengths, pages, retired, page_size, shift, most_t
     held = pages[at]
     gone = retired[at]
     length = before + step
-    if row < 0 or row >= num_rows or not makes_sense(before, step, held, gone, length, page_size, most_tokens):
+    if row < 0 or row >= num_rows or not makes_sense(before, held, gone, length, page_size, most_tokens):
         return int64(-1), length, held, gone
     needed = whole_pages(length + lookahead - 1, page_size, shift) + 1
     return row, length, max(held, needed), gone + pages_to_retire(gone, length, window, page_size, shift)

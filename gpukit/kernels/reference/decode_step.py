@@ -17,6 +17,9 @@ from gpukit.kernels.reference.page_table import unbind
 # Pages that a request retires in one round at most; more wait for the next rounds.
 MOST_RETIRED = 16
 
+# Tokens of a request at most, those of the coming round among them.
+MOST_TOKENS = 2**31 - 1
+
 
 class Plan(NamedTuple):
     """What a round asks of each lane; all of it follows from lengths. Lanes that are not live ask for nothing.
@@ -50,7 +53,9 @@ def plan(state: Any, page_size: int, window: int | None, signal: Signal | None =
     row = np.where(live, requests, 0)
     before, held, retired = state.lengths[row], state.pages[row], state.retired[row]
     length = before + advance
-    broken = live & ((advance < 0) | (before < 0) | (held < 0) | (retired < 0) | (retired > held) | (length > held * page_size))
+    # kv_lengths holds int32. A length below the one before it: the advance is negative, or the sum went round.
+    most = np.minimum(held * page_size, MOST_TOKENS - state.lookahead)
+    broken = live & ((length < before) | (before < 0) | (held < 0) | (retired < 0) | (retired > held) | (length > most))
     add(signal, "mismatch", broken)
     live = live & ~broken
     needed = ceil_div(length + state.lookahead, page_size)
