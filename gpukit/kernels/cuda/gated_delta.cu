@@ -48,28 +48,13 @@ __device__ __forceinline__ void direct(
             return clear_outputs(batch, place, 0);
         }
     }
-#pragma unroll 1
-    for (int first = 0; first < tokens; first += shared.count) {
-        if (first > 0)
-            __syncthreads();
-        if (first + shared.mine() / 2 * 2 < tokens)
-            shared.share(part, normalize);
-        __syncthreads();
-        const int next = first + shared.count;
-        if (next + shared.mine() < tokens)
-            part.load(source_of<DIM>(batch, place, next + shared.mine()));
-#pragma unroll 1
-        for (int t = first; t < min(next, tokens); t++) {
-            float output[ROWS];
-            advance<DIM, LANES, true>(state, shared, t - first, place.lane, place.first_row % TILE, states.are_bfloat16, scale, output);
-            store_output(batch, place, t, output);
-            if constexpr (snapshots) {
-                const int64 to = load_id(destination, id_bytes, first_id + t);
-                if (to >= 0)
-                    states.store<DIM, LANES>(state, to * states.slot_stride + place.state());
-            }
+    walk<DIM>(state, shared, part, batch, place, tokens, states.are_bfloat16, scale, normalize, [&](int t) {
+        if constexpr (snapshots) {
+            const int64 to = load_id(destination, id_bytes, first_id + t);
+            if (to >= 0)
+                states.store<DIM, LANES>(state, to * states.slot_stride + place.state());
         }
-    }
+    });
     release_successor();
     if constexpr (!snapshots)
         states.store<DIM, LANES>(state, load_id(destination, id_bytes, first_id) * states.slot_stride + place.state());

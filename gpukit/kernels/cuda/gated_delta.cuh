@@ -437,6 +437,32 @@ __device__ __forceinline__ void store_output(const Batch& batch, const Place<DIM
             out[place.groups * r] = float_to_bf16(output[r]);
 }
 
+// Take the state past the tokens of a sequence, one after the other, with outputs; `part` is the thread's of the first, `after(t)` follows each.
+template <int DIM, class Place, class After>
+__device__ __forceinline__ void walk(
+    float4 (&state)[ROWS][DIM / 4 / LANES], Tokens<DIM, WARPS, TILE, true>& shared, Part<DIM, TILE, true>& part, const Batch& batch,
+    const Place& place, int tokens, bool rounds, float scale, bool normalize, After after)
+{
+#pragma unroll 1
+    for (int first = 0; first < tokens; first += shared.count) {
+        if (first > 0)
+            __syncthreads();
+        if (first + shared.mine() / 2 * 2 < tokens)
+            shared.share(part, normalize);
+        __syncthreads();
+        const int next = first + shared.count;
+        if (next + shared.mine() < tokens)
+            part.load(source_of<DIM>(batch, place, next + shared.mine()));
+#pragma unroll 1
+        for (int t = first; t < min(next, tokens); t++) {
+            float output[ROWS];
+            advance<DIM, LANES, true>(state, shared, t - first, place.lane, place.first_row % TILE, rounds, scale, output);
+            store_output(batch, place, t, output);
+            after(t);
+        }
+    }
+}
+
 // A log of one layer, or of all.
 struct Log {
     Bits* k;       // [rows, W, Hk, K]

@@ -52,23 +52,7 @@ __device__ __forceinline__ void prefill(
     float4 state[ROWS][DIM / 4 / LANES] = {};
     if (!resume || load_id(resume, resume_bytes, sequence))
         states.load<DIM, LANES>(state, from * states.slot_stride + place.state());
-#pragma unroll 1
-    for (int first = 0; first < tokens; first += shared.count) {
-        if (first > 0)
-            __syncthreads();
-        if (first + shared.mine() / 2 * 2 < tokens)
-            shared.share(part, normalize);
-        __syncthreads();
-        const int next = first + shared.count;
-        if (next + shared.mine() < tokens)
-            part.load(source_of<DIM>(batch, place, next + shared.mine()));
-#pragma unroll 1
-        for (int t = first; t < min(next, tokens); t++) {
-            float output[ROWS];
-            advance<DIM, LANES, true>(state, shared, t - first, place.lane, place.first_row % TILE, states.are_bfloat16, scale, output);
-            store_output(batch, place, t, output);
-        }
-    }
+    walk<DIM>(state, shared, part, batch, place, tokens, states.are_bfloat16, scale, normalize, [](int) {});
     states.store<DIM, LANES>(state, to * states.slot_stride + place.state());
 }
 
