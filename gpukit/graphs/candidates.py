@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gpukit import checks
 from gpukit.devices import DeviceProperties
 from gpukit.errors import ArgumentError
-from gpukit.graphs import _checks
 from gpukit.graphs.result import PUBLISHED_NAME
 from gpukit.graphs.window import Recipe, Region, require_regions
 
@@ -60,17 +60,17 @@ def candidates(
     ['published', 'maximum reserve, nothing pinned', 'states, 8.0 MiB', 'states, first 8.0 MiB']
     """
     regions = require_regions(regions)
-    options = _checks.mapping({} if options is None else options, "options")
+    options = checks.mapping({} if options is None else options, "options")
     for argument, names in (("pool", () if pool is None else (pool,)), ("options", options)):
         for name in names:
             if name not in regions:
                 raise ArgumentError(f"{argument}: expected one of {', '.join(regions)}, got {name!r}")
     for own in options.values():
-        _checks.mapping(own, "options")
-    nodes = _checks.texts(nodes, "nodes")
-    hints = [_checks.mapping(own, "hints") for own in _checks.items(hints, "hints")]
+        checks.mapping(own, "options")
+    nodes = checks.texts(nodes, "nodes")
+    hints = [checks.mapping(own, "hints") for own in checks.items(hints, "hints")]
     if reserves is not None:
-        reserves = [_checks.whole(size, "reserves") for size in _checks.items(reserves, "reserves")]
+        reserves = [checks.whole(size, "reserves") for size in checks.items(reserves, "reserves")]
     most = properties.persisting_l2_max
     told = {name: dict(options.get(name, {})) for name in regions}
     sizes = list(reserves) if reserves is not None else [most // 5 >> 20 << 20, most // 3 >> 20 << 20, 2 * most // 3 >> 20 << 20, most]

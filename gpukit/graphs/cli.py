@@ -95,7 +95,7 @@ def tune(
     plot: Annotated[Path | None, typer.Option(help="Draw the sweep into this file.")] = None,
 ) -> None:
     """Measure which L2 plan, if any, makes a round faster in total, and say so only if it is beyond doubt."""
-    from gpukit.graphs import _checks
+    from gpukit import checks
     from gpukit.graphs.result import read_result
     from gpukit.graphs.tune import tune as measure
 
@@ -103,11 +103,11 @@ def tune(
     with refusals():
         if plot is not None:
             require(plot)
-            _checks.writable(plot, "plot")
+            checks.writable(plot, "plot")
         if out is not None and out.exists():
             read_result(out, "out")
         elif out is not None:
-            _checks.writable(out, "out")
+            checks.writable(out, "out")
         if raw is not None and raw.exists() and not raw.is_dir():
             raise ArgumentError(f"raw: expected a directory, got {raw}")
         made = _build(name, weights, prefill, decodes, layers, slots, device)

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from gpukit import arrays, devices
+from gpukit import arrays, checks, devices
 from gpukit.arrays import ITEMSIZE
 from gpukit.errors import ArgumentError, ArgumentTypeError
-from gpukit.graphs import _checks
 
 __all__ = ["Identity", "compare_outputs", "digest"]
 
@@ -100,7 +99,7 @@ def compare_outputs(run: Callable[[str, Any], Iterable[Any]], plans: Sequence[st
     >>> print(compare_outputs(lambda plan, seed: [np.zeros(3)], ["stock"], [3, 4]))
     stock: 2 inputs, but 1 different outputs
     """
-    plans, inputs = _checks.texts(plans, "plans"), _checks.items(inputs, "inputs")
+    plans, inputs = checks.texts(plans, "plans"), checks.items(inputs, "inputs")
     if not plans or len(set(inputs)) < 2 or len(set(inputs)) < len(inputs):
         raise ArgumentError(f"plans, inputs: expected at least one plan and two different inputs, got {list(plans)} and {list(inputs)}")
     stock = plans[0]

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from gpukit import devices, streams
+from gpukit import checks, devices, streams
 from gpukit.errors import ArgumentError, ArgumentTypeError
-from gpukit.graphs import _checks, driver
+from gpukit.graphs import driver
 from gpukit.graphs.reservation import Reservation
 from gpukit.graphs.window import AccessWindow, Plan, admit
 
@@ -142,7 +142,7 @@ def set_windows(
     """
     _require_window(window)
     if nodes is not None and not callable(nodes):
-        nodes = _checks.texts(nodes, "nodes")
+        nodes = checks.texts(nodes, "nodes")
     if guard and window is not None and admit(window, device) is None:
         return 0
     found = driver.kernel_nodes(driver.graph_handle(graph))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpukit.graphs import _checks
+from gpukit import checks
 from gpukit.pictures import require
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ __all__ = ["save_sweep"]
 def save_sweep(result: TuneResult, path: str | Path) -> None:
     """Draw every candidate's change against stock, phase by phase: the range over ladders, widened by the largest standard error within one."""
     require(path)
-    _checks.writable(path, "plot")
+    checks.writable(path, "plot")
     from matplotlib.figure import Figure
 
     rows = [row for row in result.rows if row.change]

@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from gpukit import checks
 from gpukit.errors import ArgumentError, ArgumentTypeError, DeviceError
-from gpukit.graphs import _checks
 from gpukit.graphs.driver import CudaLimits, LimitDriver
 
 __all__ = ["Limits", "Reservation", "break_even_us"]
@@ -254,7 +254,7 @@ class Reservation:
     def __init__(self, size: int | None = None, device: int = 0, *, limits: Limits | None = None):
         if limits is not None and not isinstance(limits, Limits):
             raise ArgumentTypeError(f"limits: expected a Limits or None, got {type(limits).__name__}")
-        device = _checks.whole(device, "device")
+        device = checks.whole(device, "device")
         self.device = device
         self._limits = _LIMITS if limits is None else limits
         self._key = self._limits.new_key()
@@ -292,7 +292,7 @@ class Reservation:
         DeviceError
             The driver refused.
         """
-        size = _checks.integer(size, "size")
+        size = checks.integer(size, "size")
         if size < 1:
             raise ArgumentError(f"size: expected at least 1 byte, got {size}; release() gives a request back")
         with self._state:
@@ -403,7 +403,7 @@ def break_even_us(cost_us: float, tax: float) -> float:
     >>> round(break_even_us(30, 0.1))
     300
     """
-    cost_us, tax = _checks.number(cost_us, "cost_us", 0), _checks.number(tax, "tax", 0)
+    cost_us, tax = checks.number(cost_us, "cost_us", 0), checks.number(tax, "tax", 0)
     if tax == 0:
         raise ArgumentError("tax: expected a number above 0, got 0")
     return cost_us / tax

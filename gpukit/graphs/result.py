@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gpukit import checks
 from gpukit.errors import ArgumentError, ArgumentTypeError
-from gpukit.graphs import _checks
 from gpukit.graphs.window import Recipe
 
 if TYPE_CHECKING:
@@ -114,25 +114,25 @@ class TuneResult:
             The text is something else.
         """
         try:
-            content = _checks.mapping(json.loads(text), "result")
-            rows = tuple(_row(own) for own in _checks.items(content["rows"], "rows"))
+            content = checks.mapping(json.loads(text), "result")
+            rows = tuple(_row(own) for own in checks.items(content["rows"], "rows"))
             if not rows:
                 raise ArgumentError("rows: expected at least one, got none")
             if any(set(row.seconds) != set(rows[0].seconds) for row in rows):
                 raise ArgumentError("rows: expected the same phases in all, got others")
-            key = dict(_checks.mapping(content["key"], "key"))
-            _checks.text(key["device"], "device")
-            censuses = _checks.mapping(content["censuses"], "censuses")
+            key = dict(checks.mapping(content["key"], "key"))
+            checks.text(key["device"], "device")
+            censuses = checks.mapping(content["censuses"], "censuses")
             return cls(
                 winner=Recipe.from_dict(content["winner"]),
-                reason=_checks.text(content["reason"], "reason"),
+                reason=checks.text(content["reason"], "reason"),
                 rows=rows,
                 key=key,
                 ladders=tuple(
-                    (path, verdict) for path, verdict in (_checks.texts(own, "ladders") for own in _checks.items(content["ladders"], "ladders"))
+                    (path, verdict) for path, verdict in (checks.texts(own, "ladders") for own in checks.items(content["ladders"], "ladders"))
                 ),
                 identity=_text(content["identity"], "identity"),
-                censuses={name: [dict(_checks.mapping(own, name)) for own in _checks.items(changes, name)] for name, changes in censuses.items()},
+                censuses={name: [dict(checks.mapping(own, name)) for own in checks.items(changes, name)] for name, changes in censuses.items()},
             )
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ArgumentError(f"text: expected what TuneResult.to_json wrote, got something else: {error}") from None
@@ -185,12 +185,12 @@ class TuneResult:
 
 def _row(content: Any) -> Row:
     """A row of `TuneResult.to_json`, its types checked."""
-    own = dict(_checks.mapping(content, "rows"))
+    own = dict(checks.mapping(content, "rows"))
     if not isinstance(own["beats_stock"], bool):
         raise ArgumentTypeError(f"beats_stock: expected true or false, got {own['beats_stock']!r}")
     change = {
-        phase: tuple(_finite(end, "change") for end in _checks.items(ends, "change"))
-        for phase, ends in _checks.mapping(own["change"], "change").items()
+        phase: tuple(_finite(end, "change") for end in checks.items(ends, "change"))
+        for phase, ends in checks.mapping(own["change"], "change").items()
     }
     if any(len(ends) != 2 for ends in change.values()):
         raise ArgumentError(f"change: expected pairs, got {own['change']}")
@@ -200,18 +200,18 @@ def _row(content: Any) -> Row:
             "recipe": Recipe.from_dict(own["recipe"]),
             "change": change,
             **{name: _text(own[name], name) for name in ("role", "geometry", "guarded")},
-            **{name: {phase: _finite(value, name) for phase, value in _checks.mapping(own[name], name).items()} for name in ("seconds", "errors")},
+            **{name: {phase: _finite(value, name) for phase, value in checks.mapping(own[name], name).items()} for name in ("seconds", "errors")},
         }
     )
 
 
 def _finite(value: Any, name: str) -> float:
-    return _checks.number(value, name, -sys.float_info.max)
+    return checks.number(value, name, -sys.float_info.max)
 
 
 def _text(value: Any, name: str) -> str:
     """Text that may be empty."""
-    return value if value == "" else _checks.text(value, name)
+    return value if value == "" else checks.text(value, name)
 
 
 def read_result(path: str | Path, name: str) -> TuneResult:
@@ -222,7 +222,7 @@ def read_result(path: str | Path, name: str) -> TuneResult:
     ArgumentError
         The file cannot be read, or holds no result.
     """
-    file = _checks.path(path, name)
+    file = checks.path(path, name)
     try:
         return TuneResult.from_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

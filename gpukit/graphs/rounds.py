@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from gpukit import devices
+from gpukit import checks, devices
 from gpukit.arrays import ITEMSIZE, contiguous_strides
 from gpukit.errors import ArgumentError, DeviceError
-from gpukit.graphs import _checks
 from gpukit.graphs.candidates import candidates
 from gpukit.graphs.capture import Graph, capture
 from gpukit.graphs.tune import Built
@@ -61,7 +60,7 @@ class RoundOptions:
 
     def __post_init__(self) -> None:
         for name in ("layers", "slots", "rounds", "decodes", "weights", "prefill", "device"):
-            _checks.whole(getattr(self, name), name, 0 if name in ("weights", "prefill", "device") else 1)
+            checks.whole(getattr(self, name), name, 0 if name in ("weights", "prefill", "device") else 1)
 
     @property
     def phases(self) -> dict[str, int]:

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpukit import devices
+from gpukit import checks, devices
 from gpukit.devices import DeviceProperties
 from gpukit.errors import ArgumentError, ArgumentTypeError, DeviceError
-from gpukit.graphs import _checks, driver
+from gpukit.graphs import driver
 from gpukit.graphs.audit import audit
 from gpukit.graphs.candidates import candidates
 from gpukit.graphs.capture import Graph
@@ -250,13 +250,13 @@ def tune(
     if progress is not None and not callable(progress):
         raise ArgumentTypeError(f"progress: expected a callable, got {type(progress).__name__}")
     regions, phases, seeds = require_regions(regions), _checked_phases(phases), _checked_seeds(seeds)
-    if (ladders := _checks.integer(ladders, "ladders")) < 2:
+    if (ladders := checks.integer(ladders, "ladders")) < 2:
         raise ArgumentError(f"ladders: expected at least 2, because one is no replication, got {ladders}")
-    passes = _checks.integer(passes, "passes")
-    cell_us, control_limit = _checks.number(cell_us, "cell_us", 0), _checks.number(control_limit, "control_limit", 0)
-    noise_limit, replication_limit = _checks.number(noise_limit, "noise_limit", 0), _checks.number(replication_limit, "replication_limit", 0)
-    geometry = _checks.plain(_checks.mapping({} if geometry is None else geometry, "geometry"), "geometry")
-    device = _checks.whole(device, "device")
+    passes = checks.integer(passes, "passes")
+    cell_us, control_limit = checks.number(cell_us, "cell_us", 0), checks.number(control_limit, "control_limit", 0)
+    noise_limit, replication_limit = checks.number(noise_limit, "noise_limit", 0), checks.number(replication_limit, "replication_limit", 0)
+    geometry = checks.plain(checks.mapping({} if geometry is None else geometry, "geometry"), "geometry")
+    device = checks.whole(device, "device")
     given = None if recipes is None else _checked_recipes(recipes, regions, phases)
     known = devices.properties(device)
     chosen = _with_published(candidates(regions, known) if given is None else given, regions)
@@ -265,10 +265,10 @@ def tune(
     _checked_design(phases, chosen, passes, noise_limit, replication_limit)
     key = _key(known, regions, phases, chosen, geometry)
     if reuse is not None:
-        reuse = _checks.path(reuse, "reuse")
+        reuse = checks.path(reuse, "reuse")
         if reuse.exists() and (kept := read_result(reuse, "reuse")).key == key:
             return kept
-        _checks.writable(reuse, "reuse")
+        checks.writable(reuse, "reuse")
     if folder is not None:
         folder = _checked_folder(folder)
     with tempfile.TemporaryDirectory() as temporary, _Bench(build_graph, regions, phases, chosen, device, known, cell_us) as bench:
@@ -353,25 +353,25 @@ def _with_published(recipes: list[Recipe], regions: Mapping[str, Region]) -> lis
 
 
 def _checked_phases(phases: Any) -> dict[str, int]:
-    for name, runs in _checks.mapping(phases, "phases").items():
+    for name, runs in checks.mapping(phases, "phases").items():
         # They are columns of the ladder files.
         if not name.isidentifier():
             raise ArgumentError(f"phases: expected names of letters, digits and underscores, got {name!r}")
-        _checks.integer(runs, "phases")
+        checks.integer(runs, "phases")
     if not phases or min(phases.values()) < 1 or TOTAL in phases:
         raise ArgumentError(f"phases: expected names other than {TOTAL} with at least 1 run each, got {dict(phases)}")
     return {name: int(runs) for name, runs in phases.items()}
 
 
 def _checked_seeds(seeds: Any) -> tuple[int, ...]:
-    found = tuple(_checks.integer(seed, "seeds") for seed in _checks.items(seeds, "seeds"))
+    found = tuple(checks.integer(seed, "seeds") for seed in checks.items(seeds, "seeds"))
     if len(found) == 1 or len(set(found)) < len(found):
         raise ArgumentError(f"seeds: expected none, or at least two that all differ, got {', '.join(map(str, found))}")
     return found
 
 
 def _checked_recipes(recipes: Any, regions: Mapping[str, Region], phases: Mapping[str, int]) -> list[Recipe]:
-    found = _checks.items(recipes, "recipes")
+    found = checks.items(recipes, "recipes")
     for recipe in found:
         if not isinstance(recipe, Recipe):
             raise ArgumentTypeError(f"recipes: expected a sequence of Recipe, got {type(recipe).__name__} in it")
@@ -379,7 +379,7 @@ def _checked_recipes(recipes: Any, regions: Mapping[str, Region], phases: Mappin
             raise ArgumentError(f"recipes: expected one of the regions {', '.join(regions)} for {recipe.name}, got {recipe.region!r}")
         if unknown := [name for name in recipe.suspend if name not in phases]:
             raise ArgumentError(f"recipes: expected phases of {', '.join(phases)} to suspend for {recipe.name}, got {', '.join(unknown)}")
-        _checks.plain(recipe.options, f"recipes: options of {recipe.name}")
+        checks.plain(recipe.options, f"recipes: options of {recipe.name}")
     if found and PUBLISHED_NAME in (recipe.name for recipe in found) and all(recipe.region is None for recipe in found):
         raise ArgumentError("recipes: expected at least one with a region, because the structural zero costs what its window does, got none")
     return list(found)
@@ -400,7 +400,7 @@ def _checked_design(phases: Mapping[str, int], recipes: Sequence[Recipe], passes
 
 
 def _checked_folder(folder: Any) -> Path:
-    found = _checks.path(folder, "folder")
+    found = checks.path(folder, "folder")
     try:
         found.mkdir(parents=True, exist_ok=True)
     except OSError as error:

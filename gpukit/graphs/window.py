@@ -14,11 +14,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from gpukit import arrays, devices
+from gpukit import arrays, checks, devices
 from gpukit.arrays import ITEMSIZE
 from gpukit.devices import DeviceProperties
 from gpukit.errors import ArgumentError, ArgumentTypeError
-from gpukit.graphs import _checks
 
 __all__ = ["STOCK", "AccessWindow", "Plan", "Recipe", "Region", "load_plan", "plan"]
 
@@ -43,7 +42,7 @@ def _check_lines(hit: Any, miss: Any) -> None:
 def _check_nodes(nodes: Any) -> tuple[str, ...] | None:
     if nodes is None:
         return None
-    found = _checks.texts(nodes, "nodes")
+    found = checks.texts(nodes, "nodes")
     if not found:
         raise ArgumentError("nodes: expected at least one text, or None for all kernels, got none")
     return found
@@ -80,9 +79,9 @@ class AccessWindow:
     miss: str = "normal"
 
     def __post_init__(self) -> None:
-        base = _checks.whole(self.base, "base", 0, _MOST)
-        size = _checks.whole(self.size, "size", 1, _MOST + 1 - base)
-        _set(self, base=base, size=size, ratio=_checks.number(self.ratio, "ratio", 0, 1))
+        base = checks.whole(self.base, "base", 0, _MOST)
+        size = checks.whole(self.size, "size", 1, _MOST + 1 - base)
+        _set(self, base=base, size=size, ratio=checks.number(self.ratio, "ratio", 0, 1))
         _check_lines(self.hit, self.miss)
 
 
@@ -113,14 +112,14 @@ class Region:
     live: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        base = _checks.whole(self.base, "base", 0, _MOST)
-        _set(self, base=base, size=_checks.whole(self.size, "size", 0, _MOST + 1 - base))
-        parts = tuple(_checks.items(part, "live") for part in _checks.items(self.live, "live"))
+        base = checks.whole(self.base, "base", 0, _MOST)
+        _set(self, base=base, size=checks.whole(self.size, "size", 0, _MOST + 1 - base))
+        parts = tuple(checks.items(part, "live") for part in checks.items(self.live, "live"))
         end = 0
         for part in parts:
             if len(part) != 2:
                 raise ArgumentError(f"live: expected pairs of offset and size, got {part}")
-            offset, size = (_checks.integer(own, "live") for own in part)
+            offset, size = (checks.integer(own, "live") for own in part)
             if offset < end or size < 1 or offset + size > self.size:
                 raise ArgumentError(f"live: expected parts inside {self.size} bytes in ascending order, apart from each other, got {self.live}")
             end = offset + size
@@ -222,12 +221,12 @@ class Plan:
             raise ArgumentTypeError(f"window: expected an AccessWindow or None, got {type(self.window).__name__}")
         _set(
             self,
-            name=_checks.text(self.name, "name"),
-            device=_checks.whole(self.device, "device"),
-            reserve=None if self.reserve is None else _checks.whole(self.reserve, "reserve", 1),
+            name=checks.text(self.name, "name"),
+            device=checks.whole(self.device, "device"),
+            reserve=None if self.reserve is None else checks.whole(self.reserve, "reserve", 1),
             nodes=_check_nodes(self.nodes),
-            options=_checks.mapping(self.options, "options"),
-            suspend=_checks.texts(self.suspend, "suspend"),
+            options=checks.mapping(self.options, "options"),
+            suspend=checks.texts(self.suspend, "suspend"),
         )
 
     @property
@@ -305,7 +304,7 @@ def plan(
     >>> made.window.size, made.reserve, round(made.window.ratio, 4)
     (128778240, 39321600, 0.3053)
     """
-    device = _checks.whole(device, "device")
+    device = checks.whole(device, "device")
     if not isinstance(region, Region):
         region, where = Region._over(region, "region")
         if where != device:
@@ -314,16 +313,16 @@ def plan(
     if region.size < 1:
         raise ArgumentError("region: expected at least 1 byte, got none")
     if wanted is not None:
-        wanted = _checks.whole(wanted, "wanted", 1)
+        wanted = checks.whole(wanted, "wanted", 1)
     if ratio is not None:
-        ratio = _checks.number(ratio, "ratio", 0, 1)
+        ratio = checks.number(ratio, "ratio", 0, 1)
     _check_lines(hit, miss)
     common: dict[str, Any] = {
-        "name": _checks.text(name, "name"),
+        "name": checks.text(name, "name"),
         "device": device,
         "nodes": _check_nodes(nodes),
-        "options": dict(_checks.mapping({} if options is None else options, "options")),
-        "suspend": _checks.texts(suspend, "suspend"),
+        "options": dict(checks.mapping({} if options is None else options, "options")),
+        "suspend": checks.texts(suspend, "suspend"),
     }
     known = devices.properties(device) if properties is None else properties
     if guard and (reason := _refusal(region.size, known)):
@@ -359,7 +358,7 @@ def _refuse(reason: str) -> None:
 
 def require_regions(regions: Any) -> dict[str, Region]:
     """At least one region, by name."""
-    for name, region in _checks.mapping(regions, "regions").items():
+    for name, region in checks.mapping(regions, "regions").items():
         if not isinstance(region, Region):
             raise ArgumentTypeError(f"regions: expected a Region for {name}, got {type(region).__name__}")
     if not regions:
@@ -420,15 +419,15 @@ class Recipe:
     def __post_init__(self) -> None:
         _set(
             self,
-            name=_checks.text(self.name, "name"),
-            region=None if self.region is None else _checks.text(self.region, "region"),
-            begin=_checks.whole(self.begin, "begin"),
-            size=None if self.size is None else _checks.whole(self.size, "size", 1),
-            reserve=None if self.reserve is None else _checks.whole(self.reserve, "reserve", 1),
-            ratio=None if self.ratio is None else _checks.number(self.ratio, "ratio", 0, 1),
+            name=checks.text(self.name, "name"),
+            region=None if self.region is None else checks.text(self.region, "region"),
+            begin=checks.whole(self.begin, "begin"),
+            size=None if self.size is None else checks.whole(self.size, "size", 1),
+            reserve=None if self.reserve is None else checks.whole(self.reserve, "reserve", 1),
+            ratio=None if self.ratio is None else checks.number(self.ratio, "ratio", 0, 1),
             nodes=_check_nodes(self.nodes),
-            options=_checks.mapping(self.options, "options"),
-            suspend=_checks.texts(self.suspend, "suspend"),
+            options=checks.mapping(self.options, "options"),
+            suspend=checks.texts(self.suspend, "suspend"),
         )
         _check_lines(self.hit, self.miss)
 
@@ -443,7 +442,7 @@ class Recipe:
             There is no such region, its part lies outside it, or the reserve of a recipe without a window exceeds the device's maximum.
         """
         if self.region is None:
-            return self._windowless(_checks.whole(device, "device"), guard, properties)
+            return self._windowless(checks.whole(device, "device"), guard, properties)
         if self.region not in require_regions(regions):
             raise ArgumentError(f"region: expected one of {', '.join(regions)}, got {self.region!r}")
         whole = regions[self.region]
@@ -497,7 +496,7 @@ class Recipe:
         True
         """
         names = {own.name for own in fields(cls)}
-        if unknown := set(_checks.mapping(content, "recipe")) - names:
+        if unknown := set(checks.mapping(content, "recipe")) - names:
             raise ArgumentError(f"recipe: expected fields of {', '.join(sorted(names))}, got {', '.join(sorted(unknown))}")
         if "name" not in content:
             raise ArgumentError("recipe: expected a name, got none")
@@ -520,7 +519,7 @@ def load_plan(path: str | Path) -> Recipe:
     >>> load_plan(path).reserve
     1048576
     """
-    file = _checks.path(path, "path")
+    file = checks.path(path, "path")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from gpukit import arrays, devices
 from gpukit.arrays import ITEMSIZE, describe, output, place
+from gpukit.checks import whole
 from gpukit.errors import ArgumentError, ArgumentTypeError, Signal
 
 __all__ = [
@@ -65,19 +64,6 @@ def read_table(array: Any, name: str, device: int) -> tuple[int, int]:
     if rows < 2:
         raise ArgumentError(f"{name}: expected at least 2 rows (sink and sentinel), got {rows}")
     return pointer, rows
-
-
-def whole(value: Any, name: str, least: int = 0, most: int = 2**62) -> int:
-    """A Python or NumPy integer from `least` to `most`."""
-    # Not any array of one element: reading one on a device would wait for it.
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise ArgumentTypeError(f"{name}: expected an integer, got {type(value).__name__}")
-    number = int(value)
-    if number < least:
-        raise ArgumentError(f"{name}: expected at least {least}, got {number}")
-    if number > most:
-        raise ArgumentError(f"{name}: expected at most {most}, got {number}")
-    return number
 
 
 def positive(value: Any, name: str) -> int:

@@ -18,6 +18,7 @@ __all__ = ["integer", "items", "mapping", "number", "path", "plain", "text", "te
 
 def integer(value: Any, name: str) -> int:
     """A Python or NumPy integer; a bool is none."""
+    # Nor is an array of one element: reading one on a device would wait for it.
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise ArgumentTypeError(f"{name}: expected an integer, got {type(value).__name__}")
     return int(value)
