@@ -185,11 +185,29 @@ def of_pointer(pointer: int) -> int:
     if pointer == 0:
         return 0
     bindings = driver()
-    attribute = bindings.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
-    status, ordinal = bindings.cuPointerGetAttribute(attribute, pointer)
+    attribute = bindings.CUpointer_attribute
+    if count() > 1:
+        # With no context current the driver answers 0 to the question for the ordinal, whatever the device.
+        status, context = bindings.cuPointerGetAttribute(attribute.CU_POINTER_ATTRIBUTE_CONTEXT, pointer)
+        if status == 0 and int(context):
+            return of_context(context)
+        with current(0):
+            status, ordinal = bindings.cuPointerGetAttribute(attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, pointer)
+    else:
+        status, ordinal = bindings.cuPointerGetAttribute(attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, pointer)
     if status != 0:
         raise ArgumentError(f"array: expected an address in device memory, got {pointer:#x} ({status.name})")
     return int(ordinal)
+
+
+def of_context(context: Any) -> int:
+    """Ordinal of a context's device."""
+    bindings = driver()
+    call(bindings.cuCtxPushCurrent(context), "cuCtxPushCurrent")
+    try:
+        return int(call(bindings.cuCtxGetDevice(), "cuCtxGetDevice"))
+    finally:
+        call(bindings.cuCtxPopCurrent(), "cuCtxPopCurrent")
 
 
 def create_stream(device: int) -> int:
@@ -205,13 +223,7 @@ def of_stream(stream: int) -> int | None:
         return None
     bindings = driver()
     status, context = bindings.cuStreamGetCtx(stream)
-    if status != 0:
-        return None
-    call(bindings.cuCtxPushCurrent(context), "cuCtxPushCurrent")
-    try:
-        return int(call(bindings.cuCtxGetDevice(), "cuCtxGetDevice"))
-    finally:
-        call(bindings.cuCtxPopCurrent(), "cuCtxPopCurrent")
+    return None if status != 0 else of_context(context)
 
 
 def is_capturing(stream: int) -> bool:
@@ -226,7 +238,7 @@ def is_capturing(stream: int) -> bool:
 
 @contextmanager
 def beside_captures() -> Iterator[None]:
-    """Let this thread allocate and query events while another thread captures a stream."""
+    """Let this thread allocate, free and query events while it or another thread captures a stream."""
     bindings = driver()
     relaxed = bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     mode = call(bindings.cuThreadExchangeStreamCaptureMode(relaxed), "cuThreadExchangeStreamCaptureMode")
@@ -269,7 +281,7 @@ class DeviceCounters:
     def __del__(self) -> None:
         if self.pointer:
             try:
-                with current(self.device):
+                with current(self.device), beside_captures():
                     driver().cuMemFree(self.pointer)
             except Exception:
                 # At interpreter exit the driver may be gone already; the memory went with it.
@@ -317,7 +329,7 @@ class AsyncReader:
     def __del__(self) -> None:
         try:
             bindings = driver()
-            with current(self.device):
+            with current(self.device), beside_captures():
                 # The copy may still be under way; its target must outlive it.
                 bindings.cuEventSynchronize(self._event)
                 bindings.cuEventDestroy(self._event)

@@ -82,6 +82,16 @@ def test_a_stream_that_the_driver_does_not_know_is_left_to_the_launch(fake: Fake
     assert devices.of_stream(99) is None
 
 
+@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize("owner", [0, 1])
+def test_an_address_is_of_its_device_whatever_is_current(fake: FakeGraphs, owner: int, pooled: bool) -> None:
+    address = (owner << 40) + 4096
+    fake.pooled = {address} if pooled else set()
+    assert devices.of_pointer(address) == owner and fake.stack == []
+    with devices.current(1 - owner):
+        assert devices.of_pointer(address) == owner
+
+
 # On two devices.
 
 

@@ -152,32 +152,25 @@ class Graph:
             with devices.current(self.device):
                 in_place = bindings.cuGraphExecUpdate(self._executable, other._graph)[0] == 0
         if in_place:
-            bindings.cuGraphExecDestroy(other._executable)
+            _destroy(other._executable, self._graph)
         else:
-            bindings.cuGraphExecDestroy(self._executable)
+            _destroy(self._executable, self._graph)
             self._executable = other._executable
-        bindings.cuGraphDestroy(self._graph)
         self._graph, self._kept = other._graph, list(other._kept)
         other._graph = other._executable = None
         other._kept.clear()
 
     def close(self) -> None:
         """Free the graph. Launches that are under way finish."""
-        bindings = devices.driver()
-        if self._executable is not None:
-            bindings.cuGraphExecDestroy(self._executable)
-            self._executable = None
-        if self._graph is not None:
-            bindings.cuGraphDestroy(self._graph)
-            self._graph = None
+        _destroy(self._executable, self._graph)
+        self._executable = self._graph = None
         self._kept.clear()
 
     def _instantiate(self) -> None:
         bindings = devices.driver()
         with devices.current(self.device):
             executable = devices.call(bindings.cuGraphInstantiate(self.handle, 0), "cuGraphInstantiate")
-        if self._executable is not None:
-            bindings.cuGraphExecDestroy(self._executable)
+        _destroy(self._executable, None)
         self._executable = executable
 
     def __enter__(self) -> Graph:
@@ -194,6 +187,18 @@ class Graph:
         except Exception:
             # At interpreter exit the driver may be gone already.
             pass
+
+
+def _destroy(executable: Any, graph: Any) -> None:
+    """Free what there is of both. An old graph often goes away while its successor, of the same name, is being captured."""
+    bindings = devices.driver()
+    if executable is None and graph is None:
+        return
+    with devices.beside_captures():
+        if executable is not None:
+            bindings.cuGraphExecDestroy(executable)
+        if graph is not None:
+            bindings.cuGraphDestroy(graph)
 
 
 @contextmanager
@@ -257,7 +262,7 @@ def _record(graph: Graph, handle: int) -> Iterator[Graph]:
     except BaseException as error:
         status, captured = bindings.cuStreamEndCapture(handle)
         if status == 0 and captured is not None:
-            bindings.cuGraphDestroy(captured)
+            _destroy(None, captured)
         error.add_note(f"raised inside a capture of stream {handle:#x}, which is over; the stream is usable")
         raise
     status, captured = bindings.cuStreamEndCapture(handle)

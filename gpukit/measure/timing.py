@@ -102,8 +102,9 @@ class Stopwatch:
 
     def __del__(self) -> None:
         try:
-            for event in self._events:
-                devices.driver().cuEventDestroy(event)
+            with devices.beside_captures():
+                for event in self._events:
+                    devices.driver().cuEventDestroy(event)
         except Exception:
             # At interpreter exit the driver may be gone already.
             pass

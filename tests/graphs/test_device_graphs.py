@@ -15,10 +15,11 @@ import pytest
 
 import gpukit
 from gpukit import devices, graphs
-from gpukit.errors import ArgumentError, DeviceError
+from gpukit.errors import ArgumentError, DeviceError, Signal
 from gpukit.graphs import Plan, Recipe, Region, Reservation, rounds
 from gpukit.graphs import driver as calls
 from gpukit.kernels import residency
+from gpukit.measure.timing import Stopwatch
 
 pytestmark = pytest.mark.gpu
 
@@ -218,6 +219,22 @@ def test_an_update_in_place_runs_the_new_work(work: Work) -> None:
     made[0].launch()
     devices.call(devices.driver().cuStreamSynchronize(work.stream), "cuStreamSynchronize")
     assert not one.any() and (two == 1013904223).all()
+
+
+def test_what_goes_away_inside_a_capture_leaves_it_alone(work: Work) -> None:
+    import cupy
+
+    states = cupy.zeros((1, 1, 4), cupy.int32)
+    cupy.cuda.Device().synchronize()
+    for _ in range(3):
+        signal, watch = Signal(like=states), Stopwatch(work.stream)
+        # The graph of the turn before goes away when the name is given to its successor.
+        with graphs.capture(work.stream) as graph:
+            del signal, watch
+            residency.advance_states(states, work.slots, stream=work.stream)
+    graph.launch()
+    devices.call(devices.driver().cuStreamSynchronize(work.stream), "cuStreamSynchronize")
+    assert (states == 1013904223).all()
 
 
 def test_child_graphs_are_walked(work: Work, card: devices.DeviceProperties) -> None:

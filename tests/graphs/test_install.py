@@ -278,6 +278,16 @@ def test_an_update_that_changes_windows_instantiates_again(fake: FakeGraphs) -> 
         graph.update(Graph(1, STREAM))
 
 
+def test_an_old_graph_may_go_away_while_the_next_one_is_captured(fake: FakeGraphs) -> None:
+    graph, counters = captured(fake), devices.DeviceCounters(0, 4)
+    assert graph.kernels == ("one", "two", "three")
+    with capture(STREAM) as graph:
+        fake.launch(STREAM, "another")
+        # Like anything else with device memory that is collected in here.
+        del counters
+    assert graph.kernels == ("another",) and len(fake.executables) == 1 and fake.allocated == 0
+
+
 def test_a_plan_of_another_device_is_refused(fake: FakeGraphs) -> None:
     with pytest.raises(ArgumentError, match="plan: expected one for device 1, got one for device 0"), capture(STREAM, device=1, plan=PLAN):
         raise AssertionError("not reached")

@@ -43,6 +43,8 @@ class FakeDriver:
         self.loaded: list[bytes] = []
         self.attributes: list[tuple[int, int]] = []
         self._contexts = threading.local()
+        # How the thread meets captures: 2 is relaxed.
+        self.capture_mode = 0
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
         """Make gpukit use this driver, with nothing loaded yet."""
@@ -112,7 +114,12 @@ class FakeDriver:
         return self._answer("cuStreamIsCapturing", CaptureStatus(int(stream in self.capturing)))
 
     def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> Any:
-        return self._answer("cuThreadExchangeStreamCaptureMode", mode)
+        before, self.capture_mode = self.capture_mode, mode
+        return self._answer("cuThreadExchangeStreamCaptureMode", before)
+
+    def require_harmless(self, name: str) -> None:
+        """What a real driver lets break a capture that is under way."""
+        assert not self.capturing or self.capture_mode == 2, f"{name} broke a capture"
 
     def cuLibraryLoadData(self, code: bytes, *options: Any) -> Any:
         self.loaded.append(code)

@@ -48,7 +48,7 @@ class OpCase:
 
     def make(self, make: Make) -> dict[str, Any]:
         """Fresh arguments in a library."""
-        made = {name: make(value) for name, value in self.values.items()}
+        made = {name: make(np.ascontiguousarray(value)) for name, value in self.values.items()}
         like = next(iter(made.values()))
         return made | {name: DevicePages(capacity, like=like) for name, capacity in self.pages.items()}
 

@@ -119,6 +119,7 @@ class FakeGraphs(FakeDriver):
     CUstreamAttrID = CUkernelNodeAttrID = SimpleNamespace(CU_LAUNCH_ATTRIBUTE_ACCESS_POLICY_WINDOW=1)
     CUstreamAttrValue = CUkernelNodeAttrValue = CUaccessPolicyWindow = SimpleNamespace
     CUaccessProperty = staticmethod(int)
+    CUpointer_attribute = SimpleNamespace(CU_POINTER_ATTRIBUTE_CONTEXT="context", CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL="ordinal")
     CUlimit = SimpleNamespace(CU_LIMIT_PERSISTING_L2_CACHE_SIZE=6)
     CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1)
 
@@ -136,6 +137,8 @@ class FakeGraphs(FakeDriver):
         # Streams that are not of device 0.
         self.device_of: dict[int, int] = {}
         self.updatable = True
+        # Addresses that belong to no context, as those of memory pools do.
+        self.pooled: set[int] = set()
         self._handles = iter(range(1, 1 << 20))
 
     # What a test plays.
@@ -188,10 +191,12 @@ class FakeGraphs(FakeDriver):
         return self._answer("cuGraphLaunch")
 
     def cuGraphExecDestroy(self, executable: int) -> Any:
+        self.require_harmless("cuGraphExecDestroy")
         self.executables.remove(executable)
         return self._answer("cuGraphExecDestroy")
 
     def cuGraphDestroy(self, graph: int) -> Any:
+        self.require_harmless("cuGraphDestroy")
         assert not self.graphs[graph].destroyed
         self.graphs[graph].destroyed = True
         return self._answer("cuGraphDestroy")
@@ -237,6 +242,13 @@ class FakeGraphs(FakeDriver):
     def cuStreamGetCtx(self, stream: int) -> Any:
         return self._answer("cuStreamGetCtx", 1000 + self.device_of.get(stream, 0))
 
+    def cuPointerGetAttribute(self, attribute: str, pointer: int) -> Any:
+        """Addresses of device i begin at i << 40. Like the real one it answers 0 to the question for the ordinal while no context is current."""
+        owner = pointer >> 40
+        if attribute == "context":
+            return self._answer("cuPointerGetAttribute", 0 if pointer in self.pooled else 1000 + owner)
+        return self._answer("cuPointerGetAttribute", owner if self.stack else 0)
+
     def cuCtxGetDevice(self) -> Any:
         return self._answer("cuCtxGetDevice", self.stack[-1] - 1000)
 
@@ -251,10 +263,15 @@ class FakeGraphs(FakeDriver):
         return self._answer("cuStreamSynchronize")
 
     def cuMemAlloc(self, size: int) -> Any:
+        self.require_harmless("cuMemAlloc")
         self.allocated += 1
         return self._answer("cuMemAlloc", 1 << 40)
 
+    def cuMemsetD8(self, pointer: int, value: int, size: int) -> Any:
+        return self._answer("cuMemsetD8")
+
     def cuMemFree(self, pointer: int) -> Any:
+        self.require_harmless("cuMemFree")
         self.allocated -= 1
         return self._answer("cuMemFree")
 
