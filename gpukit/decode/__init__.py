@@ -10,10 +10,10 @@ True
 True
 """
 
+from gpukit.decode.model_run import ModelOptions, ModelReport, ModelRun, run_model
 from gpukit.decode.options import DecodeOptions
 from gpukit.decode.replay import Replay, run
 from gpukit.decode.report import DecodeReport
-from gpukit.decode.speculation import ModelOptions, ModelReport, ModelRun, run_model
 from gpukit.decode.trace import Request, generate_trace, read_trace
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The checks of split memory: what a lane's arrays hold against the model, against themselves, and against another backend.
+"""The checks of split memory: what a lane's arrays hold against the ledger, against themselves, and against another backend.
 
 `check_round` looks at what one round wrote and is cheap enough for every round; `check_tables` looks at everything and is not.
 Each returns the violations it found; none changes anything. They read arrays back, so they wait for the device.
@@ -13,8 +13,8 @@ import numpy as np
 
 from gpukit.decode.backend import Backend
 from gpukit.decode.lane import Lane, PoolTables
-from gpukit.decode.model import DictionaryModel, Expected
 from gpukit.decode.scheduler import Batch, Running
+from gpukit.decode.split_ledger import Expected, SplitLedger
 
 __all__ = ["Findings", "SplitChecks", "Violation", "check_metadata", "check_owners", "check_round", "check_tables", "compare_lanes"]
 
@@ -63,30 +63,30 @@ class Findings:
 
 
 class SplitChecks:
-    """The model beside a lane, and what it says of each round."""
+    """The ledger beside a lane, and what it says of each round."""
 
     def __init__(self, lane: Lane):
         self.lane = lane
         free = {kind: pages.tolist() for kind, pages in lane.free_pages().items()}
-        self.model = DictionaryModel(lane.options.page_size, lane.options.window, free)
+        self.ledger = SplitLedger(lane.options.page_size, lane.options.window, free)
 
     def round(self, batch: Batch) -> tuple[list[Violation], int]:
         """What is wrong after a round, page tables only where `tables` follows; and how many locations were compared."""
-        expected = self.model.play(batch)
+        expected = self.ledger.play(batch)
         whole = (batch.number + 1) % self.lane.options.check_every == 0
-        violations = check_metadata(batch, self.lane, self.model) if whole else []
-        self.model.close(batch)
-        violations += check_round(batch, self.lane, self.model, expected)
+        violations = check_metadata(batch, self.lane, self.ledger) if whole else []
+        self.ledger.close(batch)
+        violations += check_round(batch, self.lane, self.ledger, expected)
         prompt_tokens = 0 if expected.prompts is None else len(expected.prompts.tokens)
         return violations, 3 * (len(expected.locations) + prompt_tokens)
 
     def tables(self, number: int, running: list[Running]) -> list[Violation]:
         """What is wrong anywhere, between two rounds."""
-        return check_tables(number, running, self.lane, self.model)
+        return check_tables(number, running, self.lane, self.ledger)
 
 
-def check_round(batch: Batch, lane: Lane, model: DictionaryModel, expected: Expected) -> list[Violation]:
-    """Locations, translations, lengths and page counts of the round just played. Call after the model has closed the round."""
+def check_round(batch: Batch, lane: Lane, ledger: SplitLedger, expected: Expected) -> list[Violation]:
+    """Locations, translations, lengths and page counts of the round just played. Call after the ledger has closed the round."""
     findings, to_host, count = Findings(batch.number), lane.backend.to_host, len(batch.running)
     idle = [0] * (lane.options.batch - count)
     findings.equal("location", "locations", expected.locations, to_host(lane.locations)[:count])
@@ -105,23 +105,23 @@ def check_round(batch: Batch, lane: Lane, model: DictionaryModel, expected: Expe
     for name, tables, physical in (("full", lane.full, expected.full_locations), ("swa", lane.swa, expected.swa_locations)):
         written = np.array([expected.locations, physical], np.int64)[:, held]
         _check_written_pages(findings, name, tables, lane, written)
-    _check_counts(findings, lane, model)
+    _check_counts(findings, lane, ledger)
     return findings.violations
 
 
-def check_metadata(batch: Batch, lane: Lane, model: DictionaryModel) -> list[Violation]:
-    """Both pools' page tables of the round just played. Call before the model closes the round."""
+def check_metadata(batch: Batch, lane: Lane, ledger: SplitLedger) -> list[Violation]:
+    """Both pools' page tables of the round just played. Call before the ledger closes the round."""
     findings, to_host = Findings(batch.number), lane.backend.to_host
-    full, swa = model.page_tables(batch, lane.full_pages.shape)
+    full, swa = ledger.page_tables(batch, lane.full_pages.shape)
     findings.equal("metadata", "full page table", full, to_host(lane.full_pages))
     findings.equal("metadata", "swa page table", swa, to_host(lane.swa_pages))
     return findings.violations
 
 
-def check_tables(number: int, running: list[Running], lane: Lane, model: DictionaryModel) -> list[Violation]:
+def check_tables(number: int, running: list[Running], lane: Lane, ledger: SplitLedger) -> list[Violation]:
     """Every table, list and row between two rounds, and whether any op had to skip a value."""
     findings, to_host = Findings(number), lane.backend.to_host
-    for name, tables, bound in (("full", lane.full, model.full), ("swa", lane.swa, model.swa)):
+    for name, tables, bound in (("full", lane.full, ledger.full), ("swa", lane.swa, ledger.swa)):
         v2p, p2v = to_host(tables.v2p), to_host(tables.p2v)
         _check_inverse(findings, name, v2p, p2v)
         findings.equal("binding", f"{name}.v2p", _table(bound, len(v2p)), v2p)
@@ -131,7 +131,7 @@ def check_tables(number: int, running: list[Running], lane: Lane, model: Diction
         check_owners(findings, kind, free[kind], in_use, len(lane.supplies[kind].ring.ring))
     rows = to_host(lane.rows)
     for request in running:
-        findings.equal("request_row", f"row {request.row}", model.row(request), rows[request.row, : request.length])
+        findings.equal("request_row", f"row {request.row}", ledger.row(request), rows[request.row, : request.length])
     for kind, count in lane.signal.counts().items():
         findings.add("skipped_value", f"ops skipped {count} values of kind {kind}, expected none")
     return findings.violations
@@ -166,9 +166,9 @@ def _check_written_pages(findings: Findings, name: str, tables: PoolTables, lane
     findings.equal("inverse_tables", f"{name}.p2v of the round's pages", virtual, lane.backend.to_host(tables.p2v)[physical])
 
 
-def _check_counts(findings: Findings, lane: Lane, model: DictionaryModel) -> None:
+def _check_counts(findings: Findings, lane: Lane, ledger: SplitLedger) -> None:
     """Free and live pages of each kind make up the total."""
-    live = {"virtual": len(model.full), "full": len(model.full), "swa": len(model.swa)}
+    live = {"virtual": len(ledger.full), "full": len(ledger.full), "swa": len(ledger.swa)}
     for kind, supply in lane.supplies.items():
         head, tail = lane.backend.to_host(supply.ring.counters).tolist()
         free, total = len(supply.list) + tail - head, len(supply.ring.ring)

@@ -1,6 +1,6 @@
 """The arrays of split memory on one backend: both pools' tables, the free pages of each kind, the request rows, a round's buffers.
 
-A lane owns arrays and nothing else: what happens to them in a round is written in `round`, what should have happened in `model`.
+A lane owns arrays and nothing else: what happens to them in a round is written in `split_round`, what should have happened in `split_ledger`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The replay itself: plan a round, play it on every lane, check, and in the end report.
 
-Memory is unified (`unified`, checked by `ledger`) or split (`lane` and `round`, checked by `checks` and `model`). On the NumPy backend there is one
-lane. On a GPU there are two, which play the same rounds: the GPU's, whose calls are timed, and NumPy's, which is checked every round and the GPU's
-arrays are compared with when tables are checked.
+Memory is unified (`unified`, checked by `unified_ledger`) or split (`lane` and `split_round`, checked by `checks` and `split_ledger`). On the NumPy
+backend there is one lane. On a GPU there are two, which play the same rounds: the GPU's, whose calls are timed, and NumPy's, which is checked every
+round and the GPU's arrays are compared with when tables are checked.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from gpukit.decode import round as split
-from gpukit.decode import unified
+from gpukit.decode import split_round, unified
 from gpukit.decode.backend import Backend, Meter, NumpyBackend, choose_backend
 from gpukit.decode.checks import SplitChecks, Violation, compare_lanes
 from gpukit.decode.lane import Lane, LostPages
-from gpukit.decode.ledger import Ledger
 from gpukit.decode.options import GENERATED_REQUESTS, DecodeOptions
 from gpukit.decode.report import DecodeReport, summarize
 from gpukit.decode.scheduler import Batch, Running, Scheduler
 from gpukit.decode.sharing import Sharing, Timeline, count_split, summarize_sharing
 from gpukit.decode.trace import Request, generate_trace, read_trace
+from gpukit.decode.unified_ledger import UnifiedLedger
 from gpukit.errors import Signal
 
 __all__ = ["Progress", "Replay", "load_requests", "run"]
@@ -59,8 +58,8 @@ class Checks(Protocol):
 
 # What plays the rounds in either memory, what checks it, and what is done in a round, in order.
 LANES: dict[str, Callable[..., Any]] = {"unified": unified.UnifiedLane, "split": Lane}
-CHECKS: dict[str, Callable[[Any], Checks]] = {"unified": Ledger, "split": SplitChecks}
-STAGES: dict[str, Sequence[Callable[[Batch, Any], None]]] = {"unified": unified.STAGES, "split": split.STAGES}
+CHECKS: dict[str, Callable[[Any], Checks]] = {"unified": UnifiedLedger, "split": SplitChecks}
+STAGES: dict[str, Sequence[Callable[[Batch, Any], None]]] = {"unified": unified.STAGES, "split": split_round.STAGES}
 
 
 class Replay:

@@ -15,7 +15,7 @@ from gpukit.decode.sharing import Sharing, Timeline
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from gpukit.decode.speculation import ModelReport
+    from gpukit.decode.model_run import ModelReport
 
 __all__ = ["DecodeReport", "OpReport", "summarize"]
 

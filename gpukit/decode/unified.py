@@ -1,7 +1,7 @@
 """Rounds over unified memory: one buffer for FULL and SWA pages, and one launch a round, on a GPU that of a captured graph.
 
-Ends of requests and admissions go through `gpukit.memory` between rounds. Stages as in `round`: what was decided is in a `Batch`, and nothing is
-read back but by what makes room.
+Ends of requests and admissions go through `gpukit.memory` between rounds. Stages as in `split_round`: what was decided is in a `Batch`, and nothing
+is read back but by what makes room.
 """
 
 from __future__ import annotations

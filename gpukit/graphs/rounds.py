@@ -8,7 +8,6 @@ A new round is a function that returns a `Round`, registered under a name::
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
@@ -21,8 +20,9 @@ from gpukit.graphs.candidates import candidates
 from gpukit.graphs.capture import Graph, capture
 from gpukit.graphs.tune import Built
 from gpukit.graphs.window import Plan, Recipe, Region
+from gpukit.registry import Registry
 
-__all__ = ["Round", "RoundOptions", "build", "register", "summaries"]
+__all__ = ["ROUNDS", "Round", "RoundOptions", "build", "register", "summaries"]
 
 # A layer of one slot: convolution history (3 columns of 8,192 bfloat16) and state (32 heads of 128 x 128 float32).
 _CONV_BYTES, _STATE_BYTES = 49_152, 2_097_152
@@ -80,47 +80,8 @@ class Round:
     keep: Any = None
 
 
-Builder = Callable[[RoundOptions], Round]
-_builders: dict[str, tuple[str, Builder]] = {}
-# Modules that register more of them when they are imported.
-_ELSEWHERE = ("gpukit.decode.residency",)
-
-
-def register(name: str, summary: str) -> Callable[[Builder], Builder]:
-    """Register the decorated function as the builder of a round."""
-
-    def add(builder: Builder) -> Builder:
-        if name in _builders:
-            raise ArgumentError(f"name: expected a round that is not registered yet, got {name!r}")
-        _builders[name] = (summary, builder)
-        return builder
-
-    return add
-
-
-def summaries() -> dict[str, str]:
-    """Every round's name and one line about it.
-
-    Examples
-    --------
-    >>> sorted(summaries())[:3]
-    ['decode', 'recurrent', 'synthetic']
-    """
-    _discover()
-    return {name: summary for name, (summary, _) in _builders.items()}
-
-
-def build(name: str, options: RoundOptions | None = None) -> Round:
-    """Build a round by name; ArgumentError names those there are."""
-    _discover()
-    if name not in _builders:
-        raise ArgumentError(f"round: expected one of {', '.join(_builders)}, got {name!r}")
-    return _builders[name][1](options or RoundOptions())
-
-
-def _discover() -> None:
-    for module in _ELSEWHERE:
-        importlib.import_module(module)
+ROUNDS: Registry[[RoundOptions], Round] = Registry("round", elsewhere=("gpukit.decode.residency",))
+register, summaries, build = ROUNDS.register, ROUNDS.summaries, ROUNDS.build
 
 
 def _cupy() -> ModuleType:

@@ -9,7 +9,7 @@ from gpukit.measure.design import LadderDesign
 from gpukit.measure.ladder import Ladder
 from gpukit.measure.replication import Range, Replication, combine
 from gpukit.measure.roofline import KernelTraffic, Roofline, RooflineRow
-from gpukit.measure.speculation import Decode, Split, acceptance, split, split_ladder
+from gpukit.measure.speedup import Decode, Split, acceptance, split, split_ladder
 from gpukit.measure.verification import Problem, Verification, verify
 
 __all__ = [

@@ -1,6 +1,6 @@
 """What one ladder says: paired differences with their errors, and whether its noise, its controls and its counters let it say so.
 
-It runs nothing and rewrites nothing. `replication` puts several ladders together; `speculation` splits a speculative decode into its factors.
+It runs nothing and rewrites nothing. `replication` puts several ladders together; `speedup` splits that of a speculative decode into its factors.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from gpukit.measure.census_diff import CensusDiff, KernelCount
     from gpukit.measure.replication import Replication
     from gpukit.measure.roofline import Roofline
-    from gpukit.measure.speculation import Split
+    from gpukit.measure.speedup import Split
 
 __all__ = ["csv_text", "print_analysis", "print_census_diff", "print_replication", "print_roofline", "print_split"]
 

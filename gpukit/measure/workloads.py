@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from gpukit.errors import ArgumentError
 from gpukit.measure.ladder import Ladder, Measure, wall_seconds
 from gpukit.measure.provenance import Probe
+from gpukit.registry import Registry
 
-__all__ = ["Workload", "build", "register", "summaries"]
+__all__ = ["WORKLOADS", "Workload", "build", "register", "summaries"]
 
 
 @dataclass(frozen=True)
@@ -43,38 +43,8 @@ class Workload:
         return Ladder(self.arms, self.cell, **roles, **columns, **options)
 
 
-Builder = Callable[[], Workload]
-_builders: dict[str, tuple[str, Builder]] = {}
-
-
-def register(name: str, summary: str) -> Callable[[Builder], Builder]:
-    """Register the decorated function as the builder of a workload."""
-
-    def add(builder: Builder) -> Builder:
-        if name in _builders:
-            raise ArgumentError(f"name: expected a workload that is not registered yet, got {name!r}")
-        _builders[name] = (summary, builder)
-        return builder
-
-    return add
-
-
-def summaries() -> dict[str, str]:
-    """Every workload's name and one line about it.
-
-    Examples
-    --------
-    >>> "translate" in summaries()
-    True
-    """
-    return {name: summary for name, (summary, _) in _builders.items()}
-
-
-def build(name: str) -> Workload:
-    """Build a workload by name; ArgumentError names those there are."""
-    if name not in _builders:
-        raise ArgumentError(f"workload: expected one of {', '.join(_builders)}, got {name!r}")
-    return _builders[name][1]()
+WORKLOADS: Registry[[], Workload] = Registry("workload", elsewhere=("gpukit.measure.device_workloads",))
+register, summaries, build = WORKLOADS.register, WORKLOADS.summaries, WORKLOADS.build
 
 
 @register("translate", "page-table translation in NumPy, with and without the table read beforehand")
@@ -110,7 +80,3 @@ def _translate() -> Workload:
         counters=("located",),
         geometry=("touched_bytes",),
     )
-
-
-# Registers the workloads of a GPU; they touch one only when built.
-from gpukit.measure import device_workloads  # noqa: E402, F401

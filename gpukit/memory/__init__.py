@@ -11,7 +11,7 @@ from gpukit.memory.invariants import InvariantError, InvariantWarning
 from gpukit.memory.layout import Entry, Part, PoolLayout, SubPool
 from gpukit.memory.mirror import Mirror
 from gpukit.memory.pool import UnifiedPool
-from gpukit.memory.replay import HybridShape, ReplayResult
+from gpukit.memory.split_comparison import HybridShape, ReplayResult
 
 __all__ = [
     "DecodeMemory",

@@ -18,11 +18,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from gpukit import cli
-from gpukit.decode import ModelOptions, ModelRun, recurrent, run_model, speculation
+from gpukit.decode import ModelOptions, ModelRun, model_run, recurrent, run_model
 from gpukit.decode.backend import NumpyBackend
 from gpukit.decode.geometry import GEOMETRIES, Geometry
+from gpukit.decode.model_run import plan_rounds
 from gpukit.decode.recurrent import Decoder, Weights
-from gpukit.decode.speculation import plan_rounds
 from gpukit.errors import ArgumentError, ArgumentTypeError
 from gpukit.kernels import gated_delta
 from tests.helpers.bf16 import bits, numbers, sigmoid
@@ -100,8 +100,8 @@ def test_plain_decoding_is_the_model_by_its_formulas(geometry):
     check_plain_decoding(geometry, NumpyBackend())
 
 
-@pytest.mark.parametrize("verify", speculation.VERIFICATIONS)
-@pytest.mark.parametrize("commit", speculation.COMMITS)
+@pytest.mark.parametrize("verify", model_run.VERIFICATIONS)
+@pytest.mark.parametrize("commit", model_run.COMMITS)
 @pytest.mark.parametrize("acceptance", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize(("sequences", "drafts"), [(1, 3), (3, 2), (5, 1), (2, 7)])
 def test_speculative_decoding_is_plain_decoding(sequences, drafts, acceptance, commit, verify):
@@ -115,7 +115,7 @@ def test_speculative_decoding_is_plain_decoding(sequences, drafts, acceptance, c
         assert report.rounds == -(-9 // (1 + int(acceptance * drafts)))
 
 
-@pytest.mark.parametrize("commit", speculation.COMMITS)
+@pytest.mark.parametrize("commit", model_run.COMMITS)
 def test_a_geometry_of_the_callers_and_no_drafts(commit):
     report = run_model(dataclasses.replace(SMALL, drafts=2, commit=commit, seed=3), geometry=ODD)
     assert report.ok and report.geometry.name == "odd" and report.checked_states == 9
@@ -192,7 +192,7 @@ def rounds(decoder: Decoder, count: int) -> list[list[int]]:
     return tokens
 
 
-@pytest.mark.parametrize("commit", speculation.COMMITS)
+@pytest.mark.parametrize("commit", model_run.COMMITS)
 def test_rejected_drafts_leave_no_trace(weights, commit):
     """Two tables that are wrong in different ways at the same places."""
     plain = Decoder(TINY, weights, NumpyBackend(), 2)
@@ -207,7 +207,7 @@ def test_rejected_drafts_leave_no_trace(weights, commit):
     assert ends[0] == ends[1]
 
 
-@pytest.mark.parametrize("commit", speculation.COMMITS)
+@pytest.mark.parametrize("commit", model_run.COMMITS)
 def test_idle_sequences_keep_their_states_and_disturb_nobody(weights, commit):
     ends = []
     for idle in (False, True):
@@ -275,7 +275,7 @@ def test_planted_faults_are_found(monkeypatch, name):
     fault, commit, before, kinds = FAULTS[name]
     options = dataclasses.replace(SMALL, commit=commit, acceptance=0.5)
     at = len(ModelRun(options).plan.produced) - 1 if name.startswith("a bit") else 1
-    monkeypatch.setattr(speculation, "Decoder", type("Planted", (Faulty,), {"fault": staticmethod(fault), "before": before, "at": at}))
+    monkeypatch.setattr(model_run, "Decoder", type("Planted", (Faulty,), {"fault": staticmethod(fault), "before": before, "at": at}))
     report = run_model(options)
     found = {violation.name for violation in report.violations}
     assert not report.ok and found and found <= kinds, found
@@ -309,7 +309,7 @@ def test_the_last_commit_of_a_deferred_run_is_checked(monkeypatch):
 def test_fast_verification_forgives_near_ties_and_nothing_else(monkeypatch):
     """Another token is reported with its logit; the limit decides."""
     fault = staticmethod(lambda d: d.emitted.__setitem__((1, 0), (d.emitted[1, 0] + 1) % 512))
-    monkeypatch.setattr(speculation, "Decoder", type("Planted", (Faulty,), {"fault": fault}))
+    monkeypatch.setattr(model_run, "Decoder", type("Planted", (Faulty,), {"fault": fault}))
     fast = dataclasses.replace(SMALL, verify="fast")
     report = run_model(fast)
     (difference,) = report.differences
@@ -318,7 +318,7 @@ def test_fast_verification_forgives_near_ties_and_nothing_else(monkeypatch):
     text = io.StringIO()
     report.print(Console(file=text, width=160))
     assert "difference: sequence 1, token" in text.getvalue() and "1 violations in" in text.getvalue()
-    monkeypatch.setattr(speculation, "NEAR_TIE", 100.0)
+    monkeypatch.setattr(model_run, "NEAR_TIE", 100.0)
     report = run_model(fast)
     assert report.ok and report.differences[0].near_tie
 
@@ -449,8 +449,8 @@ CUT = Geometry("two layers of qwen3.6-35b-a3b", layers=2, hidden=2048, key_heads
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("verify", speculation.VERIFICATIONS)
-@pytest.mark.parametrize("commit", speculation.COMMITS)
+@pytest.mark.parametrize("verify", model_run.VERIFICATIONS)
+@pytest.mark.parametrize("commit", model_run.COMMITS)
 @pytest.mark.parametrize(("geometry", "sequences"), [(TINY, 1), (TINY, 5), (CUT, 1), (CUT, 4), (CUT, 16)])
 def test_speculative_decoding_is_plain_decoding_on_a_gpu(geometry, sequences, commit, verify):
     options = ModelOptions(sequences=sequences, tokens=24, drafts=3, commit=commit, verify=verify, backend="gpu")
@@ -463,13 +463,13 @@ def test_speculative_decoding_is_plain_decoding_on_a_gpu(geometry, sequences, co
 @pytest.mark.gpu
 @pytest.mark.parametrize("acceptance", [0.0, 1.0])
 def test_nothing_or_everything_accepted_on_a_gpu(acceptance):
-    for commit in speculation.COMMITS:
+    for commit in model_run.COMMITS:
         report = run_model(ModelOptions(tokens=20, acceptance=acceptance, commit=commit, drafts=5, backend="gpu"), geometry=CUT)
         assert report.ok and report.accepted == 5 * acceptance
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("commit", speculation.COMMITS)
+@pytest.mark.parametrize("commit", model_run.COMMITS)
 def test_graphs_and_eager_rounds_are_the_same_on_a_gpu(commit):
     from gpukit import warmup
     from gpukit.decode.backend import CupyBackend

@@ -14,10 +14,10 @@ import pytest
 
 from gpukit.decode import DecodeOptions, Request, run
 from gpukit.decode import replay as replay_module
-from gpukit.decode.ledger import Ledger
 from gpukit.decode.replay import Replay
 from gpukit.decode.scheduler import Batch
 from gpukit.decode.unified import UnifiedLane
+from gpukit.decode.unified_ledger import UnifiedLedger
 from gpukit.kernels import page_table
 from gpukit.memory import DecodeMemory
 from tests.helpers.fake_device import FakeDevice
@@ -186,7 +186,7 @@ def test_lost_pages_end_a_replay_even_where_nothing_is_checked(monkeypatch: pyte
 def test_bytes_that_belong_to_two_pages_are_found() -> None:
     replay = Replay(SMALL, REQUESTS)
     ledger = replay.checks
-    assert isinstance(ledger, Ledger)
+    assert isinstance(ledger, UnifiedLedger)
     replay.step()
     assert ledger.tables(0, replay.scheduler.running) == []
     ledger.places["swa"][len(ledger.owned) - 1] = ledger.places["full"].max() // 5

@@ -32,7 +32,7 @@ def lab(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
             recipes = [Recipe("published", "states"), Recipe("small", "states", reserve=8 << 20)]
             return rounds.Round(build_graph, REGIONS, {"prefill": 1, "decode": options.decodes}, recipes, {})
 
-        monkeypatch.setitem(rounds._builders, "made up", ("for a test", build))
+        monkeypatch.setitem(rounds.ROUNDS.builders, "made up", ("for a test", build))
         yield made
         for built in graphs:
             built.phases["decode"].close()  # type: ignore[union-attr]

@@ -212,7 +212,7 @@ def test_the_builtin_workloads_make_verified_files_with_constant_counters(tmp_pa
 
 
 def test_workloads_are_registered_once_and_unknown_ones_named(monkeypatch):
-    monkeypatch.setattr(workloads, "_builders", dict(workloads._builders))
+    monkeypatch.setattr(workloads.WORKLOADS, "builders", dict(workloads.WORKLOADS.builders))
     workloads.register("mine", "a test")(lambda: workloads.Workload({"a": int, "b": int}))
     assert workloads.summaries()["mine"] == "a test" and workloads.build("mine").ladder(passes=4).design.cells == 8
     with pytest.raises(ArgumentError, match="name: expected a workload that is not registered yet, got 'mine'"):

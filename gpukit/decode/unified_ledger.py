@@ -14,10 +14,10 @@ from gpukit.decode.rooms import layout_of
 from gpukit.decode.scheduler import Batch, Running
 from gpukit.decode.unified import UnifiedLane
 
-__all__ = ["Ledger"]
+__all__ = ["UnifiedLedger"]
 
 
-class Ledger:
+class UnifiedLedger:
     """Who has which page.
 
     Parameters

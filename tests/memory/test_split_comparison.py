@@ -6,7 +6,7 @@ import pytest
 
 from gpukit import ArgumentError
 from gpukit.decode.trace import Request, generate_trace
-from gpukit.memory.replay import HybridShape, compare, replay_split, replay_unified, table
+from gpukit.memory.split_comparison import HybridShape, compare, replay_split, replay_unified, table
 
 SHAPE = HybridShape(full_layers=2, swa_layers=10, window=128, page_size=16)
 

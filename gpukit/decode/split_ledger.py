@@ -1,6 +1,6 @@
-"""What a round should have done, in plain Python dictionaries and queues: the independent half of every check.
+"""What a round over split memory should have done, by a ledger of dictionaries and queues: the independent half of its checks.
 
-The model is told only who runs and how many tokens each request has. It calls no op and reads no array of a replay: it
+The ledger is told only who runs and how many tokens each request has. It calls no op and reads no array of a replay: it
 hands out pages from its own queues, keeps its own page dictionaries and works out for itself which pages left the window.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from gpukit.decode.scheduler import Batch, Running
 
-__all__ = ["DictionaryModel", "Expected", "ExpectedPrompts"]
+__all__ = ["Expected", "ExpectedPrompts", "SplitLedger"]
 
 
 @dataclass
@@ -37,8 +37,8 @@ class Expected:
     lengths: list[int]
 
 
-class DictionaryModel:
-    """The state of a replay by dictionaries.
+class SplitLedger:
+    """Who has which page, in both pools.
 
     Parameters
     ----------
