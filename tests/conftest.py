@@ -22,6 +22,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     gpu = not SIMULATOR and has_gpu()
     several = gpu and devices.count() > 1
+    # Tests that have a time limit of their own come first: of several processes none shall wait for one at the end.
+    items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
     for item in items:
         on_device = "device" in getattr(item, "fixturenames", ())
         if on_device:

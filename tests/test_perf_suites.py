@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,9 @@ ONE = "perf/test_page_copy.py::test_zero_pages"
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    # In a process of pytest-xdist pytest-benchmark measures nothing; these are processes of their own.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"}
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, env=environment)
 
 
 @pytest.fixture(scope="module")
