@@ -23,8 +23,9 @@ __all__ = ["MOST_RETIRED", "DecodeState", "decode_step"]
 
 _DECODE_STEP = Kernel("decode_step", "decode_step", tuple(product(IDS, IDS)))
 
-# Sums of the pages of a batch are kept in 40 bits, and sums of its lengths in 48.
+# The pages of a batch are summed in 40 bits, and the rows that are full in the 23 above them.
 _MOST_PAGES = 2**40
+_MOST_LANES = 2**23
 
 
 class DecodeState:
@@ -93,6 +94,8 @@ class DecodeState:
         if self.num_rows < 1:
             raise ArgumentError("rows: expected at least one row, got none")
         requests_at, self.lanes, self.length_type, _ = vector(requests, "requests", IDS, self.device)
+        if self.lanes >= _MOST_LANES:
+            raise ArgumentError(f"requests: expected fewer than {_MOST_LANES} lanes, got {self.lanes}")
         advance_at, given, _, _ = vector(advance, "advance", (self.length_type,), self.device)
         if given != self.lanes:
             raise ArgumentError(f"advance: expected shape ({self.lanes},) like requests, got ({given},)")

@@ -69,6 +69,28 @@ def batch(
     }  # fmt: skip
 
 
+def extremes(rng: np.random.Generator, arrays: dict[str, np.ndarray], page_size: int) -> list[int | None]:
+    """Give every other lane numbers at the ends of 64 and of 31 bits, for a lookahead of 1; those whose row would be full become padding.
+
+    Returns each lane's length after the advance, 0 for padding, None where it makes no sense; in Python's integers, which do not go round.
+    """
+    ends = [-(2**63), 1 - 2**63, -(2**31), -1, 0, 1, 8, 2**31 - 2, 2**31 - 1, 2**31, 2**32, 2**62, 2**63 - 1]
+    lanes, columns = len(arrays["requests"]), arrays["rows"].shape[1]
+    arrays["requests"][:] = range(lanes)
+    numbers = [arrays["lengths"][:lanes], arrays["advance"], arrays["retired"][:lanes], arrays["pages"][:lanes]]
+    for values in numbers:
+        values[::2] = rng.choice(ends, (lanes + 1) // 2)
+    # Some that make sense: little text on pages beyond counting.
+    numbers[0][:16:2], numbers[1][:16:2], numbers[2][:16:2], numbers[3][:16:2] = 8, 1, np.repeat([2**31, 2**62], 4), np.tile(ends[-4:], 2)
+    lengths: list[int | None] = []
+    for lane, (before, step, gone, held) in enumerate(zip(*(values.tolist() for values in numbers), strict=True)):
+        makes_sense = before >= 0 and step >= 0 and 0 <= gone <= held and before + step <= min(held * page_size, 2**31 - 2)
+        lengths.append(before + step if makes_sense else None)
+        if makes_sense and before + step >= columns * page_size:
+            arrays["requests"][lane], lengths[lane] = -1, 0
+    return lengths
+
+
 def assemble(arrays: dict[str, Any], lookahead: int, swa: bool = True) -> SimpleNamespace:
     """State, tables and magazines of a batch's arrays, wherever these are."""
     state = DecodeState(

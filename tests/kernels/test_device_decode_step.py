@@ -10,9 +10,12 @@ import pytest
 from gpukit import Signal
 from gpukit.kernels.decode_step import decode_step
 from gpukit.kernels.free_list import DevicePages
-from tests.helpers.decode_steps import assemble, batch
+from tests.helpers.decode_steps import assemble, batch, extremes
 
 IDS = ("int32", "int64")
+
+# The compiler assumes that no int64 sum goes round. The simulator says where one does.
+pytestmark = pytest.mark.filterwarnings("error:overflow encountered:RuntimeWarning")
 
 
 class Pair:
@@ -124,7 +127,6 @@ def test_lanes_that_make_no_sense(device: Any) -> None:
 
 
 @pytest.mark.parametrize("lanes", [9, 300])
-@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 def test_sums_that_go_round_and_lengths_beyond_31_bits(device: Any, lanes: int) -> None:
     """Padding wherever a block counts: as what it serves, as what lies before it, and as what it changes."""
     arrays = batch(np.random.default_rng(6), lanes=lanes, page_size=4, columns=12, spare=lanes + 80)
@@ -138,6 +140,18 @@ def test_sums_that_go_round_and_lengths_beyond_31_bits(device: Any, lanes: int) 
     pair.play()
     pair.assert_equal()
     assert pair.signals[0].counts() == {"mismatch": (lanes + 1) // 2} and arrays["status"].tolist() == [1, 0, 0]
+
+
+@pytest.mark.parametrize("page_size", [3, 4])
+@pytest.mark.parametrize("lanes", [40, 300])
+def test_extreme_values_together(device: Any, page_size: int, lanes: int) -> None:
+    """Every number of a lane is one where sums, differences and products leave 64 or 31 bits, beside lanes that are ordinary."""
+    arrays = batch(np.random.default_rng(6), lanes=lanes, page_size=page_size, columns=12, spare=lanes + 200)
+    lengths = extremes(np.random.default_rng([page_size, lanes]), arrays, page_size)
+    pair = Pair(device, arrays, page_size, 2 * page_size, 1)
+    pair.play()
+    pair.assert_equal()
+    assert arrays["status"].tolist() == [1, 0, 0] and pair.signals[0].counts()["mismatch"] == lengths.count(None)
 
 
 def test_bad_pages_in_a_magazine_are_skipped(device: Any) -> None:

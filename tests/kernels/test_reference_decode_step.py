@@ -12,7 +12,7 @@ from gpukit.kernels import page_table
 from gpukit.kernels.decode_step import MOST_RETIRED, DecodeState, decode_step
 from gpukit.kernels.free_list import DevicePages
 from gpukit.kernels.sliding_window import frontier
-from tests.helpers.decode_steps import Model, assemble, batch
+from tests.helpers.decode_steps import Model, assemble, batch, extremes
 
 
 def play(made: Any, page_size: int, window: int | None, signal: Signal | None = None) -> None:
@@ -175,6 +175,17 @@ def test_sums_that_go_round_and_lengths_beyond_31_bits_are_padding(page_size: in
     assert (state.locations[:, 0] == 0).all()
 
 
+@pytest.mark.parametrize("page_size", [1, 3, 4, 64])
+def test_extreme_values_make_sense_where_python_integers_say_so(page_size: int) -> None:
+    arrays = batch(np.random.default_rng(6), lanes=200, page_size=page_size, columns=12, spare=400)
+    lengths = extremes(np.random.default_rng(page_size), arrays, page_size)
+    made, signal = assemble(arrays, 1), Signal()
+    play(made, page_size, 2 * page_size, signal)
+    assert made.state.status.tolist() == [1, 0, 0] and signal.counts()["mismatch"] == lengths.count(None)
+    live = zip(lengths, made.state.requests, strict=True)
+    assert made.state.kv_lengths.tolist() == [0 if length is None or row < 0 else length + 1 for length, row in live]
+
+
 def test_the_longest_length_makes_sense() -> None:
     """And is refused for the width of its row."""
     arrays = batch(np.random.default_rng(6), lanes=1, page_size=4, columns=12, spare=80)
@@ -250,6 +261,7 @@ def test_refuses_by_name(error: type[Exception], message: str, changed: dict[str
     [
         (ArgumentTypeError, "rows: expected dtype int32 or int64, got float64", "rows", np.zeros((3, 4))),
         (ArgumentError, "rows: expected 2 dimensions", "rows", np.zeros(3, np.int64)),
+        (ArgumentError, "requests: expected fewer than 8388608 lanes, got 8388608", "requests", np.zeros(2**23, np.int32)),
         (ArgumentError, "advance: expected shape \\(0,\\) like requests", "advance", np.zeros(2, np.int64)),
         (ArgumentError, "lengths: expected shape \\(3,\\), got \\(4,\\)", "lengths", np.zeros(4, np.int64)),
         (ArgumentError, "rows: expected a contiguous array", "rows", np.zeros((3, 8), np.int64)[:, ::2]),

@@ -28,6 +28,9 @@ from gpukit.kernels.numba._translate import find_page, location_in
 MOST_RETIRED = 16
 TAKEN = MOST_RETIRED * BLOCK
 
+# Tokens of a request at most, those of the coming round among them: kv_lengths holds int32.
+MOST_TOKENS = 2147483647
+
 # What `row_of` says where a lane is not live.
 PADDING, NO_ROW, BROKEN = -1, -2, -3
 
@@ -44,9 +47,14 @@ def whole_pages(tokens, page_size, shift):
 
 
 @device_function
-def makes_sense(before, held, gone, length, page_size, most_tokens):
-    # A length below the one before it: the advance is negative, or the sum went round.
-    return length >= before and before >= 0 and held >= 0 and gone >= 0 and gone <= held and length <= min(held * page_size, most_tokens)
+def makes_sense(before, step, held, gone, page_size, most_tokens):
+    # Compared before anything is added: the compiler assumes that no int64 sum goes round, and drops a comparison that would find out.
+    # Both factors fit into 31 bits, where a product is several times cheaper.
+    return (
+        (before | step | gone) >= 0
+        and gone <= held
+        and step <= min(int64(uint32(min(held, int64(MOST_TOKENS)))) * int64(uint32(page_size)), most_tokens) - before
+    )
 
 
 @device_function
@@ -61,10 +69,9 @@ def row_of(lane, requests, num_rows, advance, lengths, pages, retired, page_size
     before = lengths[row]
     held = pages[row]
     gone = retired[row]
-    length = before + step
-    if not makes_sense(before, held, gone, length, page_size, most_tokens):
+    if not makes_sense(before, step, held, gone, page_size, most_tokens):
         return int64(BROKEN), int64(0)
-    return row, length
+    return row, before + step
 
 
 @device_function
@@ -94,10 +101,9 @@ def asks(row, step, num_rows, lengths, pages, retired, page_size, shift, most_to
     before = lengths[at]
     held = pages[at]
     gone = retired[at]
-    length = before + step
-    live = row >= 0 and row < num_rows and makes_sense(before, held, gone, length, page_size, most_tokens)
-    if not live:
+    if row < 0 or row >= num_rows or not makes_sense(before, step, held, gone, page_size, most_tokens):
         return int64(0), int64(0)
+    length = before + step
     return pages_to_take(held, length, lookahead, columns, page_size, shift), length + lookahead
 
 
@@ -119,9 +125,9 @@ def after(row, step, num_rows, lengths, pages, retired, page_size, shift, most_t
     before = lengths[at]
     held = pages[at]
     gone = retired[at]
+    if row < 0 or row >= num_rows or not makes_sense(before, step, held, gone, page_size, most_tokens):
+        return int64(-1), before, held, gone
     length = before + step
-    if row < 0 or row >= num_rows or not makes_sense(before, held, gone, length, page_size, most_tokens):
-        return int64(-1), length, held, gone
     needed = whole_pages(length + lookahead - 1, page_size, shift) + 1
     return row, length, max(held, needed), gone + pages_to_retire(gone, length, window, page_size, shift)
 
@@ -174,8 +180,8 @@ def decode_step(
     scratch = cuda.shared.array(BLOCK, int64)
     taken = cuda.shared.array(TAKEN, int64)
     thread = int64(cuda.threadIdx.x)
-    # kv_lengths holds int32.
-    most_tokens = int64(2147483647) - lookahead
+    # Not below -1, so that a length can be taken from it.
+    most_tokens = max(int64(MOST_TOKENS) - lookahead, int64(-1))
     has_swa = not is_null(swa_v2p)
     if not has_swa:
         window = int64(-1)

@@ -29,6 +29,9 @@ TILE_SLOTS = TILE + 1
 NO_REQUEST = -2
 BROKEN = -1
 
+# Nothing lies behind it.
+MOST = 2**63 - 1
+
 # Loads that a thread of the counting loops has in flight.
 UNROLL = 16
 
@@ -75,11 +78,14 @@ def take(out, n, ring, capacity, counters, workspace):
 @device_function
 def follows(last, offset, page_size, shift):
     # Whether the token after `last` has this offset in its page. A first token need not lie behind anything: -1 is ordinary there.
-    after = last + 1
-    if after < 0:
-        # Only whether it is a multiple of the page size matters, and that has no sign.
-        after = -after
-    return after - divide(after, page_size, shift) * page_size == offset and (offset == 0 or last >= 0)
+    # ~last is -(last + 1), whose remainder is as good: only whether it is 0 matters there. Neither can go round, as last + 1 could.
+    distance = last if last >= 0 else ~last
+    within = distance - divide(distance, page_size, shift) * page_size
+    if last < 0:
+        return offset == 0 and within == 0
+    if offset == 0:
+        return within == page_size - 1
+    return within == offset - 1 and last < MOST
 
 
 @kernel(
@@ -105,7 +111,7 @@ def gather_extend(prefix_lens, seq_lens, last_loc, requests, free_pages, num_pag
     first = int64(0)
     while first < requests and (counts or tokens_before < tile_end):
         request = first + thread
-        tokens, pages, until_new, last = int64(0), int64(0), int64(0), int64(0)
+        tokens, pages, until_new, next_loc = int64(0), int64(0), int64(0), int64(0)
         broken = False
         if request < requests:
             prefix = int64(prefix_lens[request])
@@ -120,6 +126,8 @@ def gather_extend(prefix_lens, seq_lens, last_loc, requests, free_pages, num_pag
                 if offset > 0:
                     until_new = page_size - offset
                     first_page += 1
+                    if not broken:
+                        next_loc = last + 1
                 end_page = divide(length, page_size, shift)
                 if length > end_page * page_size:
                     end_page += 1
@@ -135,7 +143,7 @@ def gather_extend(prefix_lens, seq_lens, last_loc, requests, free_pages, num_pag
             slot = max(start - tile + 1, int64(0))
             first_free[slot] = BROKEN if broken else pages_before + before
             new_from[slot] = start + until_new
-            old_shift[slot] = last + 1 - start
+            old_shift[slot] = next_loc - start
         tokens_before += all_tokens
         pages_before += all_pages
         first += BLOCK
@@ -183,8 +191,7 @@ def chunk_begin(length, block):
 @device_function
 def starts_page(length, page_size, shift):
     # Whether the last of `length` tokens is the first of its page.
-    position = length - 1
-    return position >= 0 and position - divide(position, page_size, shift) * page_size == 0
+    return length > 0 and length - 1 - divide(length - 1, page_size, shift) * page_size == 0
 
 
 @kernel(
@@ -197,12 +204,13 @@ def gather_decode(seq_lens, last_loc, requests, free_pages, num_pages, page_size
     end = chunk_begin(requests, int64(cuda.blockIdx.x) + 1)
     found = int64(0)
     request = int64(cuda.threadIdx.x)
+    in_page = page_size - 1
     while shift >= 0 and request < first:
         # Without branches, so that the loads overlap.
         for ahead in range(UNROLL):
             other = request + ahead * BLOCK
-            position = int64(seq_lens[min(other, first - 1)]) - 1
-            found += int64((other < first) & (position >= 0) & (position & (page_size - 1) == 0))
+            length = int64(seq_lens[min(other, first - 1)])
+            found += int64((other < first) & (length > 0) & ((length ^ 1) & in_page == 0))
         request += UNROLL * BLOCK
     while request < first:
         found += int64(starts_page(int64(seq_lens[request]), page_size, shift))
@@ -217,9 +225,12 @@ def gather_decode(seq_lens, last_loc, requests, free_pages, num_pages, page_size
         before, total = exclusive_scan(scratch, int64(starts))
         location = int64(0)
         if starts:
+            page = int64(0)
             if taken + before < num_pages:
-                location = max(free_pages[taken + before], int64(0)) * page_size
-            if location == 0:
+                page = free_pages[taken + before]
+            if page > 0:
+                location = page * page_size
+            else:
                 count(signal, EXHAUSTED, 1)
         elif length > 0:
             last = int64(last_loc[request])

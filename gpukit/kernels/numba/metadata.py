@@ -21,6 +21,9 @@ from gpukit.compile.device import (
 )
 from gpukit.kernels.numba._translate import count_missing, divide, find_page, location_in, translate_page
 
+# What no length is added to.
+MOST = 2**63 - 1
+
 
 @device_function
 def element(array32, array64, i):
@@ -62,11 +65,12 @@ def live_lane(lane, lens32, lens64, delta, requests32, requests64, num_rows, val
     if lane >= element_or(valid32, valid64, 0, valid):
         return int64(0), int64(0)
     # Loaded before the branch, so that the two loads wait together.
-    length = max(element(lens32, lens64, lane) + delta, int64(0))
+    length = element(lens32, lens64, lane)
     row = row_of(lane, requests32, requests64, num_rows)
-    if row < 0:
+    # Compared before it is added: the compiler assumes that no int64 sum goes round.
+    if row < 0 or length < -delta or length > MOST - max(delta, int64(0)):
         return row, int64(0)
-    return row, length
+    return row, length + delta
 
 
 @device_function
@@ -273,13 +277,13 @@ def decode_metadata(
 
 
 @device_function
-def run_sums(lanes, run, widths32, widths64, begins, scratch):
-    # Number of all tokens; begins[k] becomes that before lane k * run.
+def run_sums(lanes, run, widths32, widths64, room, begins, scratch):
+    # Number of all tokens; begins[k] becomes that before lane k * run. One more than there is room for is as good as many, and no sum goes round.
     lane = int64(cuda.threadIdx.x) * run
     stop = min(lane + run, lanes)
     summed = int64(0)
     while lane < stop:
-        summed += max(element(widths32, widths64, lane), int64(0))
+        summed += min(max(element(widths32, widths64, lane), int64(0)), room + 1)
         lane += 1
     before, total = exclusive_scan(scratch, summed)
     begins[cuda.threadIdx.x] = before
@@ -337,7 +341,7 @@ def gather_translate_window(
     total = room
     if not uniform:
         # Every block sums the widths for itself: cheaper than a second launch, and nothing to wait for.
-        total = run_sums(lanes, run, widths32, widths64, begins, scratch)
+        total = run_sums(lanes, run, widths32, widths64, room, begins, scratch)
         if i == 0 and total > room:
             count(signal, MISMATCH, 1)
     if not is_null(signal):
@@ -355,7 +359,8 @@ def gather_translate_window(
             else:
                 lane, step = locate(i, run, widths32, widths64, begins)
             row = row_of(lane, requests32, requests64, num_rows)
-            position = element(starts32, starts64, lane) + step
+            # What begins past the row is past it.
+            position = min(element(starts32, starts64, lane), row_width) + step
             if row >= 0:
                 if position < 0 or position >= row_width:
                     count(signal, OUT_OF_RANGE, 1)

@@ -119,7 +119,7 @@ def unbind(virtual, pages, v2p, virtual_rows, p2v, physical_rows, out, signal):
         p = atomic_exchange(v2p, v, -1)
     # Stored before it is known to be live, so that the store is under way while the physical side answers.
     out[i] = p
-    owner = v - 1
+    owner = ~v
     if p >= 1 and p <= physical_rows - 2:
         owner = atomic_compare_exchange(p2v, p, v, -1)
     if owner != v:

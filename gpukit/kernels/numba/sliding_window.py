@@ -44,11 +44,10 @@ def segment(request, starts, stops, request_indices, num_rows, row_stride, page_
     first = divide(start, page_size, shift)
     if start != first * page_size:
         return int64(NOT_ALIGNED), int64(0)
-    pages = int64(0)
-    if stop > start:
-        # The row ends somewhere in its last column of pages.
-        pages = max(min(divide(stop, page_size, shift), columns) - first, int64(0))
-    return pages, row * row_stride + first * page_stride
+    if stop <= start or first >= columns:
+        return int64(0), int64(0)
+    # The row ends somewhere in its last column of pages.
+    return min(divide(stop, page_size, shift), columns) - first, row * row_stride + first * page_stride
 
 
 @device_function

@@ -52,12 +52,12 @@ def plan(state: Any, page_size: int, window: int | None, signal: Signal | None =
     live = (requests >= 0) & known
     row = np.where(live, requests, 0)
     before, held, retired = state.lengths[row], state.pages[row], state.retired[row]
-    length = before + advance
-    # kv_lengths holds int32. A length below the one before it: the advance is negative, or the sum went round.
-    most = np.minimum(held * page_size, MOST_TOKENS - state.lookahead)
-    broken = live & ((length < before) | (before < 0) | (held < 0) | (retired < 0) | (retired > held) | (length > most))
+    # kv_lengths holds int32. Nothing is added or multiplied that could go round.
+    most = np.minimum(np.clip(held, 0, MOST_TOKENS) * page_size, max(MOST_TOKENS - state.lookahead, -1))
+    broken = live & ((before < 0) | (advance < 0) | (retired < 0) | (retired > held) | (advance > most - np.maximum(before, 0)))
     add(signal, "mismatch", broken)
     live = live & ~broken
+    length = np.where(live, before + advance, 0)
     needed = ceil_div(length + state.lookahead, page_size)
     blocked = live & (needed > state.rows.shape[1])
     new = np.where(live & ~blocked, np.maximum(needed - held, 0), 0)
