@@ -110,7 +110,7 @@ def retire(
     columns = -(-width // page_size)
     most = requests * columns
     if "starts" in here and "stops" in here:
-        most = int(np.maximum(np.minimum(here["stops"] // page_size, columns) - here["starts"] // page_size, 0).sum())
+        most = _whole_pages(here["starts"], here["stops"], page_size, columns)
     if requests == 0 or (most == 0 and not counters):
         return nothing()
     launch_stream = choose(stream, rows)
@@ -310,6 +310,13 @@ def _refuse_unaligned(starts: np.ndarray, page_size: int) -> None:
     wrong = np.flatnonzero((starts < 0) | (starts % page_size != 0))
     if len(wrong):
         raise ArgumentError(f"starts: expected multiples of page_size {page_size}, got {starts[wrong[0]]} for request {wrong[0]}")
+
+
+def _whole_pages(starts: np.ndarray, stops: np.ndarray, page_size: int, columns: int) -> int:
+    """Pages that the segments cover: exact as far as it matters, and 0 only where there is none."""
+    first, last = starts // page_size, np.minimum(stops // page_size, columns)
+    # Compared before the difference, and summed as floats: neither can go round.
+    return int(np.where(last > first, last - first, 0).sum(dtype=np.float64))
 
 
 def _stage(values: dict[str, np.ndarray], dtype: str, device: int, stream: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Index kernels on numbers at the ends of 64 and of 31 bits: what Python's integers say, or the reference where it cannot go round either.
+"""Index kernels on numbers at the ends of 64 and of 31 bits: what Python's integers say, or the reference, which cannot go round either.
 
 The compiler assumes that no int64 sum, difference or product goes round, and drops a comparison that would find out. The simulator says where one
 does; on a GPU the answers show it.
@@ -36,7 +36,7 @@ def test_lengths_below_zero_take_no_page(device: Any, page_size: int) -> None:
 @pytest.mark.parametrize("page_size", [1, 3, 4, 64])
 def test_last_locations_at_the_ends(device: Any, page_size: int) -> None:
     """Every length with every last location, for one token and for a prefill. Behind the last location of all there is none."""
-    lengths, last = (values.ravel() for values in np.meshgrid(ENDS[1:], ENDS[:-1]))
+    lengths, last = (values.ravel() for values in np.meshgrid(ENDS, ENDS))
     both = Both(device, lengths=lengths, last=last, free=np.arange(1, 400), out=poison(len(last)), many=poison(50))
     for at, signal in both:
         free_list.gather_decode(at.lengths, at.last, at.free, page_size, out=at.out, signal=signal)
@@ -49,6 +49,17 @@ def test_last_locations_at_the_ends(device: Any, page_size: int) -> None:
     )
     stays = (lengths - 1) % page_size != 0
     assert (device.host(out)[stays] == 0).all() and signal.counts() == ({"mismatch": int(stays.sum())} if stays.any() else {})
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 4, 64])
+def test_prefixes_at_the_ends(device: Any, page_size: int) -> None:
+    """One token behind every prefix, with every last location: in the rest of a page that may be the last of all, or in a new one."""
+    prefixes, last = (values.ravel() for values in np.meshgrid(np.minimum(ENDS, MOST - 1), ENDS))
+    both = Both(device, prefixes=prefixes, lengths=prefixes + 1, last=last, free=np.arange(1, 61), out=poison(150))
+    for at, signal in both:
+        free_list.gather_extend(at.prefixes, at.lengths, at.last, at.free, page_size, num_tokens=150, num_pages=60, out=at.out, signal=signal)
+    both.assert_equal()
+    assert np.count_nonzero(both.host.out) > 9
 
 
 @pytest.mark.parametrize("delta", [-(2**31), -1, 0, 1, 2**31])
@@ -78,6 +89,26 @@ def test_lengths_of_a_decode_batch_at_the_ends(device: Any, delta: int, given: l
     assert device.host(out).tolist() == [[int(length > 0), 0] for length in expected]
 
 
+@pytest.mark.parametrize("page_size", [1, 3, 4, 64])
+def test_pages_of_a_row_at_the_ends(device: Any, page_size: int) -> None:
+    """A page past the table is none, also where its first token is one of the table's once it went round 64 bits."""
+    pages = np.concatenate([ENDS, 2**64 // 64 * np.array([1, 2, 4, 8]) + 2])
+    lanes = len(pages)
+    indptr = np.arange(lanes + 1, dtype="int32") * page_size
+    both = Both(
+        device, rows=pages[:, None], lens=np.full(lanes, page_size), v2p=np.array([0, 3, 2, -1, 1, 4, -1]), indptr=indptr,
+        stream=poison(lanes * page_size), also=poison(lanes * page_size), table=poison(lanes, 1, dtype="int32"),
+    )  # fmt: skip
+    for at, signal in both:
+        given: dict[str, Any] = dict(granularity="page", signal=signal)
+        metadata.read_stream(at.rows, at.lens, at.v2p, page_size, at.indptr, out=at.stream, **given)
+        metadata.read_table_and_stream(at.rows, at.lens, at.v2p, page_size, at.indptr, table_out=at.table, stream_out=at.also, **given)
+    both.assert_equal()
+    place = {0: 0, 1: 3, 5: 4}
+    expected = [place[page] * page_size + offset if page in place else 0 for page in pages.tolist() for offset in range(page_size)]
+    assert both.host.stream.tolist() == both.host.also.tolist() == expected
+
+
 @pytest.mark.parametrize("widths", [[3, MOST, MOST, 5], [MOST] * 4, [LEAST, 2, -1, 2**62], [2, 2, 2, 2]])
 def test_windows_that_begin_and_end_at_the_ends(device: Any, widths: list[int]) -> None:
     """Widths whose sum goes round, for every first token."""
@@ -97,9 +128,7 @@ def test_windows_that_begin_and_end_at_the_ends(device: Any, widths: list[int]) 
 @pytest.mark.parametrize("page_size", [1, 3, 64])
 def test_segments_to_retire_at_the_ends(device: Any, page_size: int) -> None:
     """Every stop for every first page, with a row of its own."""
-    starts, stops = (
-        values.ravel() for values in np.meshgrid([value // page_size * page_size for value in (0, page_size, 2**31, 2**62, MOST)], ENDS[5:])
-    )
+    starts, stops = (values.ravel() for values in np.meshgrid([value // page_size * page_size for value in (0, page_size, 2**31, 2**62, MOST)], ENDS))
     rng = np.random.default_rng(page_size)
     v2p, p2v = random_pair(rng, 4 * len(starts))
     rows = np.repeat((rng.permutation(4 * len(starts)).reshape(-1, 4) + 1) * page_size, page_size, axis=1)
@@ -108,6 +137,16 @@ def test_segments_to_retire_at_the_ends(device: Any, page_size: int) -> None:
         sliding_window.retire(at.rows, at.starts, at.stops, page_size, at.v2p, at.p2v, at.pages, signal=signal)
     both.assert_equal()
     assert len(both.held("pages")) > len(ENDS) // 2
+
+
+def test_segments_of_the_host_whose_difference_goes_round(device: Any) -> None:
+    """Differences of 3, 2^63 - 1 and 2^63 - 2 would sum to nothing to do."""
+    v2p, p2v = random_pair(np.random.default_rng(1), 12, 1.0)
+    both = Both(device, {"pages": 12}, rows=np.arange(1, 13).reshape(3, 4), v2p=v2p, p2v=p2v)
+    for at, _ in both:
+        sliding_window.retire(at.rows, [0, 1, 2], [3, LEAST, LEAST], 1, at.v2p, at.p2v, at.pages)
+    both.assert_equal()
+    assert len(both.held("pages")) == 3
 
 
 def test_ids_at_the_ends(device: Any) -> None:

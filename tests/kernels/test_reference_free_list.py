@@ -14,6 +14,10 @@ from tests.helpers import models
 examples = settings(max_examples=150, deadline=None)
 
 
+LEAST, MOST = -(2**63), 2**63 - 1
+ENDS = LEAST, LEAST + 1, -(2**62), -2, -1, 0, 1, 5, 2**31, 2**62, MOST - 1, MOST
+
+
 def nonzero(counts):
     return {kind: count for kind, count in counts.items() if count}
 
@@ -95,6 +99,38 @@ def test_gather_extend_survives_absurd_device_lengths():
         num_tokens=3, num_pages=1, out=out, signal=signal,
     )  # fmt: skip
     assert out.tolist() == [64, 65, 66] and signal.counts() == {"mismatch": 1}
+
+
+@pytest.mark.parametrize("page_size", models.PAGE_SIZES)
+def test_gather_extend_at_the_ends_of_64_bits(page_size):
+    """One token behind every prefix with every last location; behind the last location of all there is none."""
+    prefix, last = (values.ravel().tolist() for values in np.meshgrid(np.minimum(ENDS, MOST - 1), ENDS))
+    seq = [each + 1 for each in prefix]
+    known = [-1 if each == MOST and start % page_size else each for start, each in zip(prefix, last, strict=True)]
+    free, counts, signal = list(range(1, 201)), models.Counter(), Signal()
+    want = models.gather_extend(prefix, seq, known, free, page_size, 200, 200, counts)
+    got = free_list.gather_extend(*map(np.array, (prefix, seq, last, free)), page_size, num_tokens=200, num_pages=200, signal=signal)
+    assert got.tolist() == want and signal.counts() == nonzero(counts)
+
+
+@pytest.mark.parametrize("page_size", models.PAGE_SIZES)
+def test_gather_extend_into_the_last_page_of_all(page_size):
+    """The rest of a page, and what begins behind it, up to the largest length."""
+    for prefix in range(MOST - 2 * page_size, MOST):
+        last = 2 * page_size + (prefix - 1) % page_size
+        want = models.gather_extend([prefix], [MOST], [last], [7, 8, 9], page_size, MOST - prefix, 3, models.Counter())
+        given = (np.array(each) for each in ([prefix], [MOST], [last], [7, 8, 9]))
+        assert free_list.gather_extend(*given, page_size, num_tokens=MOST - prefix, num_pages=3).tolist() == want
+
+
+@pytest.mark.parametrize("page_size", models.PAGE_SIZES)
+def test_gather_decode_at_the_ends_of_64_bits(page_size):
+    """Every length with every last location; behind the last location of all there is none."""
+    seq, last = (values.ravel().tolist() for values in np.meshgrid(ENDS, ENDS))
+    free, counts, signal = list(range(1, 201)), models.Counter(), Signal()
+    want = models.gather_decode(seq, [-1 if each == MOST else each for each in last], free, page_size, counts)
+    assert free_list.gather_decode(*map(np.array, (seq, last, free)), page_size, signal=signal).tolist() == want
+    assert signal.counts() == nonzero(counts)
 
 
 @examples

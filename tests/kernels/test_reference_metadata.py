@@ -15,6 +15,8 @@ from tests.helpers import models
 from tests.helpers.models import POISON
 
 examples = settings(max_examples=120, deadline=None)
+LEAST, MOST = -(2**63), 2**63 - 1
+ENDS = LEAST, LEAST + 1, -(2**62), -(2**31), -2, -1, 0, 1, 5, 2**31, 2**62, MOST - 2**31, MOST - 1, MOST
 WIDTHS = 0, 1, 2, 3, 4, 6  # of page tables
 
 
@@ -122,6 +124,32 @@ def test_read_table_and_stream(case, pick):
     assert got[0] is table and got[1] is stream
     assert (table.tolist(), stream.tolist()) == want
     assert signal.counts() == nonzero(case.counts)
+
+
+@pytest.mark.parametrize("delta", [-(2**31), -1, 0, 1, 2**31])
+def test_lengths_at_the_ends_of_64_bits(delta):
+    """A sum below zero is no token, and so is one beyond 64 bits. Lengths that are given stay as they are."""
+    lens = np.array(ENDS)
+    sums = [length + delta if 0 <= length + delta <= MOST else 0 for length in ENDS]
+    rows, out = np.ones((len(ENDS), 4), np.int64), np.zeros((len(ENDS), 4), np.int32)
+    got = metadata.read_table(rows, lens, None, 3, out=out, delta=delta, granularity="page")
+    assert got.sum(axis=1).tolist() == [min(-(-length // 3), 4) for length in sums]
+    assert lens.tolist() == list(ENDS)
+
+
+@pytest.mark.parametrize("page_size", models.PAGE_SIZES)
+def test_pages_at_the_ends_of_64_bits_in_a_stream(page_size):
+    """A page past the table is none, also where its first token is one of the table's once it went round; without one all are pages that fit."""
+    model = models.Tables(6, 9, {1: 8, 2: 3, 5: 4})
+    for tables, v2p, most in ((model, model.arrays()[0], MOST), (models.Identity(), None, MOST // page_size - 1)):
+        pages = [page for page in (*ENDS, *(2**64 // page_size + page for page in range(-3, 7)), most) if page <= most]
+        length = len(pages) * page_size
+        want, counts, signal = [POISON] * length, models.Counter(), Signal()
+        models.read_stream([pages], [length], tables, page_size, [0, length], want, [0], "page", counts)
+        out = np.full(length, POISON)
+        options = dict(granularity="page", signal=signal)
+        metadata.read_stream(np.array([pages]), np.array([length]), v2p, page_size, np.array([0, length]), out=out, **options)
+        assert out.tolist() == want and signal.counts() == nonzero(counts)
 
 
 @examples

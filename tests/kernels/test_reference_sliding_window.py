@@ -55,6 +55,25 @@ def test_retire(pick, page_size):
     assert signal.counts() == nonzero(model.counts, counts)
 
 
+@pytest.mark.parametrize("page_size", models.PAGE_SIZES)
+def test_retire_at_the_ends_of_64_bits(page_size):
+    """Every stop for every first token, with a row of its own."""
+    least, most = -(2**63), 2**63 - 1
+    ends = least, least + 1, -(2**62), -1, 0, page_size, 2 * page_size, 2**62, most // page_size * page_size, most - 1, most
+    starts, stops = (values.ravel().tolist() for values in np.meshgrid(ends, ends))
+    lanes = len(starts)
+    model = models.Tables(3 * lanes + 1, 3 * lanes + 1, {v: 3 * lanes + 1 - v for v in range(1, 3 * lanes + 1)})
+    rows = [[v * page_size for v in range(3 * lane + 1, 3 * lane + 4) for _ in range(page_size)] for lane in range(lanes)]
+    v2p, p2v = model.arrays()
+    pages, signal = models.device_pages(3 * lanes), Signal()
+    sliding_window.retire(np.array(rows), starts, stops, page_size, v2p, p2v, pages, signal=signal)
+    # The model walks, and needs not walk past the row.
+    want = models.retire(rows, starts, [min(stop, 3 * page_size) for stop in stops], page_size, model, range(lanes))
+    assert models.held_pages(pages) == want and len(want) > 10
+    assert_tables(model, v2p, p2v)
+    assert signal.counts() == nonzero(model.counts)
+
+
 def test_retire_known_answer():
     """P=2: the last page of one row and the first two of another leave; the virtual ids stay in the rows."""
     model = models.Tables(8, 8, {1: 7, 2: 6, 3: 5, 4: 4, 5: 3, 6: 2})

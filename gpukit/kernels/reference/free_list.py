@@ -13,6 +13,9 @@ import numpy as np
 from gpukit.errors import Signal
 from gpukit.kernels.reference._ids import Array, add, as_ids, ceil_div, expand
 
+# Nothing lies behind it.
+MOST = 2**63 - 1
+
 
 class Ring(Protocol):
     """The arrays of a `DevicePages`: `ring` int64 [capacity], `counters` int64 [2] = pages taken and appended since the start."""
@@ -63,7 +66,8 @@ def gather_extend(
     prefix, seq, last = as_ids(prefix_lens), as_ids(seq_lens), as_ids(last_loc)
     offset = prefix % page_size
     no_tokens = (prefix < 0) | (seq < prefix)
-    broken = no_tokens | ((last + 1) % page_size != offset) | ((offset > 0) & (last < 0))
+    # Compared so that last + 1 cannot go round.
+    broken = no_tokens | (last % page_size != (offset - 1) % page_size) | ((offset > 0) & ((last < 0) | (last == MOST)))
     tokens = np.where(no_tokens, 0, seq - prefix)
     first_page = ceil_div(prefix, page_size)
     needed = np.where(no_tokens, 0, ceil_div(seq, page_size) - first_page)
@@ -78,7 +82,8 @@ def gather_extend(
     free = np.zeros(num_pages + 1, dtype=np.int64)  # one more: what lies past the list is no page
     free[:num_pages] = free_pages[:num_pages]
     page = free.take(position // page_size + (first_free - first_page)[lane], mode="clip")
-    on_new_page = position >= (first_page * page_size)[lane]
+    # Pages are compared, because the first token of the next one may lie past 64 bits.
+    on_new_page = position // page_size >= first_page[lane]
     exhausted = on_new_page & (page < 1) & ~broken[lane]
     add(signal, "exhausted", exhausted)
     location = np.where(on_new_page, page * page_size + position % page_size, last[lane] + 1 + step)
@@ -92,12 +97,14 @@ def gather_decode(
     seq_lens: Array, last_loc: Array, free_pages: Array, page_size: int, *, out: Array | None = None, signal: Signal | None = None
 ) -> Array:
     """Location of the last token of each request: after `last_loc`, or first in the next free page when it starts a page."""
-    position, last = as_ids(seq_lens) - 1, as_ids(last_loc)
+    # The smallest length of all less one would go round.
+    position, last = np.maximum(as_ids(seq_lens), 0) - 1, as_ids(last_loc)
     offset = position % page_size
     live = position >= 0
     starts_page = live & (offset == 0)
     stays = live & (offset != 0)
-    follows = stays & (last >= 0) & ((last + 1) % page_size == offset)
+    # Compared so that last + 1 cannot go round.
+    follows = stays & (last >= 0) & (last < MOST) & (last % page_size == offset - 1)
     location = np.where(follows, last + 1, 0)
     takers = starts_page.nonzero()[0]
     granted = np.maximum(as_ids(free_pages[: len(takers)]), 0)

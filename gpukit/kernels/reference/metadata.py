@@ -14,6 +14,9 @@ import numpy as np
 from gpukit.errors import Signal
 from gpukit.kernels.reference._ids import Array, add, as_ids, ceil_div, every, expand, physical_pages, token_locations
 
+# What no length is added to.
+MOST = 2**63 - 1
+
 
 class Spaces(Protocol):
     """What `decode_metadata` asks of an `AddressSpaces`."""
@@ -39,7 +42,9 @@ def _live_lanes(
     rows: Array, lens: Array, delta: int, valid: int | Array | None, request_indices: Array | None, signal: Signal | None
 ) -> tuple[Array, Array]:
     """Row and length of each lane. Padding and lanes with no row of their own have length 0."""
-    length = np.maximum(as_ids(lens) + delta, 0)
+    length = as_ids(lens)
+    # Compared before it is added: a sum below 0 is no token, and so is one that would go round.
+    length = np.where((length < -delta) | (length > MOST - max(delta, 0)), 0, length + delta)
     length[_lane_count(valid, len(length)) :] = 0
     request, known = _known_rows(rows, len(length), request_indices)
     if not every(known):
@@ -132,8 +137,19 @@ def _write_stream(
     count = np.minimum(length, rows.shape[1] * tokens_per_entry)
     lane, token = expand(np.where(begin < 0, 0, np.minimum(np.maximum(end - begin, 0), count)))
     entry = as_ids(rows[request[lane], token // tokens_per_entry])
-    ids = entry * tokens_per_entry + token % tokens_per_entry
-    out[begin[lane] + token] = token_locations(ids, v2p, page_size, signal)
+    if granularity == "token":
+        out[begin[lane] + token] = token_locations(entry, v2p, page_size, signal)
+    else:
+        out[begin[lane] + token] = _page_locations(entry, token % page_size, v2p, page_size, signal)
+
+
+def _page_locations(page: Array, offset: Array, v2p: Array | None, page_size: int, signal: Signal | None) -> Array:
+    """Physical token of an offset in each virtual page, 0 where the page has none."""
+    if v2p is None:
+        return np.where(page < 0, 0, page * page_size + offset)
+    # Compared before it is multiplied: no page past the table may come round to one of it.
+    page = np.clip(page, -1, len(v2p) - 1)
+    return token_locations(page * page_size + offset, v2p, page_size, signal)
 
 
 def read_table_and_stream(

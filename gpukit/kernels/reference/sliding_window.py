@@ -34,7 +34,7 @@ def retire(
     add(signal, "mismatch", known & ~aligned)
     first = starts // page_size
     last = np.minimum(stops // page_size, ceil_div(rows.shape[1], page_size))  # cut where the row ends
-    lane, step = expand(np.where(known & aligned, np.maximum(last - first, 0), 0))
+    lane, step = expand(np.where(known & aligned & (last > first), last - first, 0))
     if len(lane):
         tokens = as_ids(rows[request[lane], (first[lane] + step) * page_size])
         unbind_into(tokens // page_size, v2p, p2v, pages, signal=signal)
