@@ -17,7 +17,7 @@ States are the same to the bit whichever op computes them: in any layout, at any
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpukit.arrays import ITEMSIZE, describe, overlap
 from gpukit.errors import ArgumentError, ArgumentTypeError, Signal
@@ -41,31 +41,39 @@ from gpukit.kernels.state_pool import ReplayLog, StatePool
 from gpukit.launch import IDS, Kernel, host, nothing, operation
 from gpukit.streams import choose
 
-__all__ = ["conv_record", "direct", "fold", "fold_record", "record", "snapshot"]
+__all__ = ["conv_fold_record", "conv_record", "direct", "fold", "fold_record", "record", "snapshot"]
 
 _DIRECT, _SNAPSHOT, _RECORD_EXACT, _FOLD_RECORD_EXACT, _FOLD = (
     Kernel("gated_delta", name, language="cuda", early=True) for name in ("direct", "snapshot", "record_exact", "fold_record_exact", "fold")
 )
-# For few tokens in few blocks, for few tokens, for many.
-_RECORDS, _FOLD_RECORDS, _CONV_RECORDS = (
-    tuple(Kernel("gated_delta", name, language="cuda", early=True) for name in names)
-    for names in (
-        ("record_wide", "record", "record_long"),
-        ("fold_record", "fold_record_long"),
-        ("conv_record_wide", "conv_record", "conv_record_long"),
-    )
-)
 
-# WARPS and ROWS of cuda/gated_delta.cu and its FOLD_, RECORD_ and WIDE_RECORD_ variants, as threads of a block and rows of V that a block works on.
+
+class _Verifier(NamedTuple):
+    """A kernel of a verification, threads of a block and rows of V that a block works on: WARPS and ROWS of its kind in cuda/gated_delta.cuh."""
+
+    kernel: Kernel
+    threads: int = 64
+    tile: int = 32
+
+
+def _verifiers(*of: tuple[str, int, int]) -> tuple[_Verifier, ...]:
+    return tuple(_Verifier(Kernel("gated_delta", name, language="cuda", early=True), threads, tile) for name, threads, tile in of)
+
+
+# For few tokens in few blocks, for few tokens, for many.
+_RECORDS = _verifiers(("record_wide", 128, 32), ("record", 64, 32), ("record_long", 64, 32))
+_FOLD_RECORDS = _verifiers(("fold_record", 64, 32), ("fold_record_long", 64, 32))
+_CONV_RECORDS = _verifiers(("conv_record_wide", 128, 32), ("conv_record", 128, 64), ("conv_record_long", 64, 32))
+_CONV_FOLD_RECORDS = _verifiers(("conv_fold_record", 128, 64), ("conv_fold_record_long", 64, 32))
+
+# WARPS and ROWS of cuda/gated_delta.cuh and its FOLD_ variants, as threads of a block and rows of V that a block works on.
 _THREADS, _TILE = 64, 8
 _FOLD_THREADS, _FOLD_TILE = 64, 8
-_RECORD_THREADS, _RECORD_TILE = 64, 32
-_WIDE_RECORD_THREADS, _WIDE_RECORD_TILE = 128, 32
 # Up to so many blocks, two of an H200's multiprocessor, twice the warps share each one's work.
 _FEW_BLOCKS = 264
 _SHORT, _MOST_TOKENS = 4, 16
 # Bits of a kernel's flags.
-_NORMALIZE, _BFLOAT16_STATES, _WIDE_SLOTS, _WIDE_VALID, _WIDE_ACCEPTED = 1, 2, 4, 8, 16
+_NORMALIZE, _BFLOAT16_STATES, _WIDE_SLOTS, _WIDE_VALID, _WIDE_ACCEPTED, _SETTLED = 1, 2, 4, 8, 16, 32
 # Channels of a thread along a history.
 _CHANNELS = 8
 
@@ -86,6 +94,7 @@ def direct(
     scale: float | None = None,
     normalize: bool = True,
     prefetch_layer: int | None = None,
+    settled: bool = False,
     stream: Any = None,
     signal: Signal | None = None,
 ) -> Any:
@@ -117,6 +126,12 @@ def direct(
         Whether keys and queries are divided by their norms.
     prefetch_layer : int, optional
         Layer whose states of the same slots the L2 shall fetch meanwhile: the one that the next call works on. Changes no result.
+    settled : bool
+        Whether everything but the tokens (`q`, `k`, `v`, `g`, `beta`) was there before the op in front of this one on its stream went to work, and
+        stays as it is while that one runs: states, slots and whatever else is read. A launch that overlaps it (`gpukit.launch.overlapping`) may then
+        read them meanwhile. So it is where each layer has states of its own and slots come with the batch, but not in the first layer behind a
+        `fold`, which writes states and histories, and not behind a kernel of another library that lets others begin before it has waited itself.
+        Nothing checks it. Changes no result.
     stream : stream, optional
         Where to launch; the current stream of `q`'s library by default.
     signal : Signal, optional
@@ -171,9 +186,10 @@ def direct(
     counters = signal_pointer(signal, device) if signal is not None else 0
     if items == 0:
         return nothing(out)
+    flags = _flags(normalize, pool, id_type) | _SETTLED * bool(settled)
     arguments = (
         *inputs, out_at, items, tokens, key_heads, pool.heads, pool.dim, states_at(pool, layer), pool.slot_stride, pool.slots,
-        slots_at, destination_at, ahead, float_bits(scale), _flags(normalize, pool, id_type), counters,
+        slots_at, destination_at, ahead, float_bits(scale), flags, counters,
     )  # fmt: skip
     return _DIRECT.launch((), device, handle, items * pool.heads * (pool.dim // _TILE), _THREADS, arguments, out)
 
@@ -280,6 +296,7 @@ def record(
     scale: float | None = None,
     normalize: bool = True,
     prefetch_layer: int | None = None,
+    settled: bool = False,
     stream: Any = None,
     signal: Signal | None = None,
 ) -> Any:
@@ -304,7 +321,7 @@ def record(
         log entries of the rest stay as they are.
     exact : bool
         Whether outputs are those of `direct` to the bit, taken token by token, so that a run with speculation equals one without. Slower.
-    scale, normalize, prefetch_layer, stream, signal
+    scale, normalize, prefetch_layer, settled, stream, signal
         As in `direct`.
 
     Returns
@@ -357,7 +374,8 @@ def record(
         return nothing(out)
     arguments = (
         *inputs, out_at, items, tokens, key_heads, pool.heads, pool.dim, states_at(pool, layer), pool.slot_stride, pool.slots,
-        slots_at, valid_at, *log_parts, ahead, float_bits(scale), _record_flags(normalize, pool, key_heads, id_type, valid_bytes), counters,
+        slots_at, valid_at, *log_parts, ahead, float_bits(scale),
+        _record_flags(normalize, pool, key_heads, id_type, valid_bytes) | _SETTLED * bool(settled), counters,
     )  # fmt: skip
     if exact:
         return _RECORD_EXACT.launch((), device, handle, items * pool.heads * (pool.dim // _TILE), _THREADS, arguments, out)
@@ -380,6 +398,7 @@ def conv_record(
     scale: float | None = None,
     normalize: bool = True,
     prefetch_layer: int | None = None,
+    settled: bool = False,
     stream: Any = None,
     signal: Signal | None = None,
 ) -> Any:
@@ -412,6 +431,8 @@ def conv_record(
         As in `direct`.
     prefetch_layer : int, optional
         Layer whose states and histories of the same slots the L2 shall fetch meanwhile: the one that the next call works on. Changes no result.
+    settled : bool
+        As in `direct`, of everything but `x`, `g` and `beta`.
     stream : stream, optional
         Where to launch; the current stream of `x`'s library by default.
     signal : Signal, optional
@@ -444,41 +465,9 @@ def conv_record(
     >>> out.shape, bool((log.conv[0, 0] == x[0].view(np.uint16)).all()), bool(pool.rec.any() or pool.conv.any())
     ((1, 3, 2, 64), True, False)
     """
-    device = device_of(x, "x")
-    require(pool, StatePool, "pool")
-    refuse_other_device("pool", pool.device, device)
-    require(log, ReplayLog, "log")
-    inputs, read, items, tokens = column_inputs(x, weight, g, beta, pool, log.key_heads, device)
-    layer = layer_of(layer, pool)
-    ahead = _ahead(prefetch_layer, layer, pool)
-    history_ahead = 0 if prefetch_layer is None else (int(prefetch_layer) - layer) * pool.conv_layer_stride
-    slots_at, _, id_type, _ = ids(slots, "slots", IDS, items, device)
-    key_heads, channels = log.key_heads, (2 * log.key_heads + pool.heads) * pool.dim
-    for name, found in (("pool", pool.channels), ("log", log.channels)):
-        if found != channels:
-            raise ArgumentError(f"{name}: expected {channels} convolution channels like x, got {found}")
-    *log_parts, width = _log(log, "log", pool, items, tokens, key_heads, layer, device, "x")
-    valid_at, valid_bytes = optional_ids(valid, "valid", items, device)
-    scale = output_scale(scale, pool)
-    handle = choose(stream, x) if device >= 0 else 0
-    out, out_at = output_like(out, x, (items, tokens, pool.heads, pool.dim), device, handle)
-    keep_apart(out_at, items * tokens * pool.heads * pool.dim, read, pool, log)
-    if device < 0:
-        return host(
-            reference.conv_record, x, weight, g, beta, pool, slots, log, layer=layer, out=out, valid=valid, scale=scale, normalize=normalize,
-            signal=signal,
-        )  # fmt: skip
-    counters = signal_pointer(signal, device) if signal is not None else 0
-    if items == 0:
-        return nothing(out)
-    histories = pool.conv_pointer + 2 * layer * pool.conv_layer_stride
-    log_columns = log.conv_pointer + 2 * layer * log.rows * log.width * channels
-    arguments = (
-        *inputs, out_at, items, tokens, key_heads, pool.heads, pool.dim, states_at(pool, layer), pool.slot_stride, pool.slots, slots_at, valid_at,
-        histories, pool.conv_slot_stride, *log_parts, log_columns, width, ahead, history_ahead, float_bits(scale),
-        _record_flags(normalize, pool, key_heads, id_type, valid_bytes), counters,
-    )  # fmt: skip
-    return _launch_record(_CONV_RECORDS, tokens, device, handle, items * pool.heads, pool.dim, arguments, out)
+    return _convolve_and_record(
+        x, weight, g, beta, pool, slots, log, layer, out, valid, scale, normalize, prefetch_layer, settled, stream, signal, None, None
+    )
 
 
 @operation
@@ -501,6 +490,7 @@ def fold_record(
     scale: float | None = None,
     normalize: bool = True,
     prefetch_layer: int | None = None,
+    settled: bool = False,
     stream: Any = None,
     signal: Signal | None = None,
 ) -> Any:
@@ -520,7 +510,7 @@ def fold_record(
         How many of them are folded; 0 for none. A number outside 0 … W skips its sequence and is counted as ``out_of_range``.
     log : ReplayLog
         Log of this round, as in `record`; another one than `previous`.
-    layer, out, valid, exact, scale, normalize, prefetch_layer, stream, signal
+    layer, out, valid, exact, scale, normalize, prefetch_layer, settled, stream, signal
         As in `record`.
 
     Returns
@@ -576,7 +566,7 @@ def fold_record(
     counters = signal_pointer(signal, device) if signal is not None else 0
     if items == 0:
         return nothing(out)
-    flags = _record_flags(normalize, pool, key_heads, id_type, valid_bytes) | _WIDE_ACCEPTED * (accepted_type == "int64")
+    flags = _record_flags(normalize, pool, key_heads, id_type, valid_bytes) | _WIDE_ACCEPTED * (accepted_type == "int64") | _SETTLED * bool(settled)
     arguments = (
         *inputs, out_at, items, tokens, key_heads, pool.heads, pool.dim, states_at(pool, layer), pool.slot_stride, pool.slots,
         slots_at, valid_at, *log_parts, *previous_parts, accepted_at, ahead, float_bits(scale), flags, counters,
@@ -587,7 +577,92 @@ def fold_record(
 
 
 @operation
-def fold(pool: StatePool, log: ReplayLog, rows: Any, *, normalize: bool = True, stream: Any = None, signal: Signal | None = None) -> Any:
+def conv_fold_record(
+    x: Any,
+    weight: Any,
+    g: Any,
+    beta: Any,
+    pool: StatePool,
+    slots: Any,
+    previous: ReplayLog,
+    accepted: Any,
+    log: ReplayLog,
+    *,
+    layer: int,
+    out: Any = None,
+    valid: Any = None,
+    scale: float | None = None,
+    normalize: bool = True,
+    prefetch_layer: int | None = None,
+    settled: bool = False,
+    stream: Any = None,
+    signal: Signal | None = None,
+) -> Any:
+    """Commit the accepted tokens of the previous round while reading the states for this one, with the convolution in front: `fold_record` of what
+    `conv_record` convolves, in one pass.
+
+    Parameters
+    ----------
+    x, weight, g, beta
+        As in `conv_record`.
+    pool : StatePool
+        States; those of `layer` are read, and written where something was accepted. Histories of the convolution are only read: they must have
+        been taken past the same tokens before, by ``fold(pool, previous, rows, states=False)``, one launch for all layers.
+    slots, previous, accepted
+        As in `fold_record`.
+    log : ReplayLog
+        Log of this round, as in `conv_record`; another one than `previous`.
+    layer, out, valid, scale, normalize, prefetch_layer, settled, stream, signal
+        As in `conv_record`.
+
+    Returns
+    -------
+    bfloat16 or uint16 array, shape (B, T, value_heads, V)
+        `out`, or a new array of the library and dtype of `x`.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        As `conv_record`, and the two logs overlap. Nothing is launched.
+
+    Notes
+    -----
+    One launch, no host synchronisation, safe inside a capture when `out` is given. With distinct slots, states, outputs and log equal those of
+    `fold` and `conv_record` to the bit; sequences that share a slot are skipped, though their histories have been taken along. With large batches
+    a round is quickest this way, because it reads and writes a state once; with a sequence or two `conv_record` and a `fold` at the end are.
+
+    Examples
+    --------
+    >>> pool = StatePool.allocate(layers=1, slots=4, heads=2, dim=64, channels=256)
+    >>> logs = [ReplayLog.allocate(layers=1, rows=1, width=2, key_heads=1, heads=2, dim=64, channels=256) for _ in range(2)]
+    >>> import ml_dtypes
+    >>> rng = np.random.default_rng(0)
+    >>> x, weight = (rng.normal(size=shape).astype(ml_dtypes.bfloat16) for shape in ((1, 2, 256), (256, 4)))
+    >>> g, beta = np.full((1, 2, 2), -0.5, np.float32), np.ones((1, 2, 2), np.float32)
+    >>> slots = np.array([3])
+    >>> first = conv_record(x, weight, g, beta, pool, slots, logs[0], layer=0)
+    >>> fold(pool, logs[0], np.array([[3, 3, 1]]), states=False)  # one of the two was accepted
+    >>> second = conv_fold_record(x, weight, g, beta, pool, slots, logs[0], np.array([1]), logs[1], layer=0)
+    >>> bool(pool.rec[0, 3].any()), bool((pool.conv[0, 3, 2] == x[0, 0].view(np.uint16)).all())
+    (True, True)
+    """
+    return _convolve_and_record(
+        x, weight, g, beta, pool, slots, log, layer, out, valid, scale, normalize, prefetch_layer, settled, stream, signal, previous, accepted
+    )
+
+
+@operation
+def fold(
+    pool: StatePool,
+    log: ReplayLog,
+    rows: Any,
+    *,
+    states: bool = True,
+    histories: bool = True,
+    normalize: bool = True,
+    stream: Any = None,
+    signal: Signal | None = None,
+) -> Any:
     """Commit accepted tokens: take states past the first m logged tokens, in all layers.
 
     Parameters
@@ -601,6 +676,9 @@ def fold(pool: StatePool, log: ReplayLog, rows: Any, *, normalize: bool = True, 
         included. With m = 0 nothing happens in place, and the state is copied otherwise. A row with a negative slot is idle; one with a
         slot past the pool, or m outside 0 … W, is skipped and counted as ``out_of_range``. Destinations are distinct, and none is
         another row's source: a row whose destination is taken is skipped and counted as ``occupied``.
+    states, histories : bool
+        Whether states are taken along, and histories if the pool has them. Histories alone are what `conv_fold_record` wants to have been
+        taken along before it.
     normalize : bool
         As it was in `record`.
     stream : stream, optional
@@ -645,20 +723,90 @@ def fold(pool: StatePool, log: ReplayLog, rows: Any, *, normalize: bool = True, 
         raise ArgumentTypeError(f"rows: expected dtype {' or '.join(IDS)}, got {id_type}")
     if len(shape) != 2 or shape[1] != 3 or shape[0] > log.rows or strides is not None:
         raise ArgumentError(f"rows: expected a contiguous array of shape (at most {log.rows}, 3), got shape {tuple(shape)}, strides {strides}")
+    if not (states or (histories and pool.channels)):
+        return nothing()
     if device < 0:
-        return host(reference.fold, pool, log, rows, normalize=normalize, signal=signal)
+        return host(reference.fold, pool, log, rows, states=states, histories=histories, normalize=normalize, signal=signal)
     counters = signal_pointer(signal, device) if signal is not None else 0
     count = shape[0]
-    if count == 0:
+    state_blocks = bool(states) * pool.layers * count * pool.heads * (pool.dim // _FOLD_TILE)
+    history_blocks = bool(histories) * pool.layers * count * -(-pool.channels // (_CHANNELS * _FOLD_THREADS))
+    if state_blocks + history_blocks == 0:
         return nothing()
-    state_blocks = pool.layers * count * pool.heads * (pool.dim // _FOLD_TILE)
-    history_blocks = pool.layers * count * -(-pool.channels // (_CHANNELS * _FOLD_THREADS))
     arguments = (
         pool.pointer, pool.layer_stride, pool.slot_stride, pool.slots, log.k_pointer, log.v_pointer, log.gates_pointer, log.rows, log.width,
         log.key_heads, pool.heads, pool.dim, rows_at, ITEMSIZE[id_type], count, _flags(normalize, pool), state_blocks,
         pool.conv_pointer, pool.conv_layer_stride, pool.conv_slot_stride, log.conv_pointer, pool.channels, counters,
     )  # fmt: skip
     return _FOLD.launch((), device, choose(stream, rows), state_blocks + history_blocks, _FOLD_THREADS, arguments)
+
+
+def _convolve_and_record(
+    x: Any,
+    weight: Any,
+    g: Any,
+    beta: Any,
+    pool: StatePool,
+    slots: Any,
+    log: ReplayLog,
+    layer: int,
+    out: Any,
+    valid: Any,
+    scale: float | None,
+    normalize: bool,
+    prefetch_layer: int | None,
+    settled: bool,
+    stream: Any,
+    signal: Signal | None,
+    previous: ReplayLog | None,
+    accepted: Any,
+) -> Any:
+    """What `conv_record` does, and `conv_fold_record`, which has a previous log."""
+    device = device_of(x, "x")
+    require(pool, StatePool, "pool")
+    refuse_other_device("pool", pool.device, device)
+    require(log, ReplayLog, "log")
+    inputs, read, items, tokens = column_inputs(x, weight, g, beta, pool, log.key_heads, device)
+    layer = layer_of(layer, pool)
+    ahead = _ahead(prefetch_layer, layer, pool)
+    history_ahead = 0 if prefetch_layer is None else (int(prefetch_layer) - layer) * pool.conv_layer_stride
+    slots_at, _, id_type, _ = ids(slots, "slots", IDS, items, device)
+    key_heads, channels = log.key_heads, (2 * log.key_heads + pool.heads) * pool.dim
+    for name, found in (("pool", pool.channels), ("log", log.channels)):
+        if found != channels:
+            raise ArgumentError(f"{name}: expected {channels} convolution channels like x, got {found}")
+    *log_parts, width = _log(log, "log", pool, items, tokens, key_heads, layer, device, "x")
+    if previous is not None:
+        previous_parts = _log(previous, "previous", pool, items, 0, key_heads, layer, device, "x")
+        accepted_at, _, accepted_type, _ = ids(accepted, "accepted", IDS, items, device)
+        _refuse_overlap(log, "log", previous, "previous")
+    valid_at, valid_bytes = optional_ids(valid, "valid", items, device)
+    scale = output_scale(scale, pool)
+    handle = choose(stream, x) if device >= 0 else 0
+    out, out_at = output_like(out, x, (items, tokens, pool.heads, pool.dim), device, handle)
+    keep_apart(out_at, items * tokens * pool.heads * pool.dim, read, pool, log, *(() if previous is None else (previous,)))
+    if device < 0:
+        logs = (log,) if previous is None else (previous, accepted, log)
+        function = reference.conv_record if previous is None else reference.conv_fold_record
+        return host(
+            function, x, weight, g, beta, pool, slots, *logs, layer=layer, out=out, valid=valid, scale=scale, normalize=normalize, signal=signal
+        )
+    counters = signal_pointer(signal, device) if signal is not None else 0
+    if items == 0:
+        return nothing(out)
+    histories = pool.conv_pointer + 2 * layer * pool.conv_layer_stride
+    log_columns = log.conv_pointer + 2 * layer * log.rows * log.width * channels
+    flags = _record_flags(normalize, pool, key_heads, id_type, valid_bytes) | _SETTLED * bool(settled)
+    verifiers: tuple[_Verifier, ...] = _CONV_RECORDS
+    folded: tuple[int, ...] = ()
+    if previous is not None:
+        verifiers, folded = _CONV_FOLD_RECORDS, (*previous_parts, accepted_at)
+        flags |= _WIDE_ACCEPTED * (accepted_type == "int64")
+    arguments = (
+        *inputs, out_at, items, tokens, key_heads, pool.heads, pool.dim, states_at(pool, layer), pool.slot_stride, pool.slots, slots_at, valid_at,
+        histories, pool.conv_slot_stride, *log_parts, log_columns, width, *folded, ahead, history_ahead, float_bits(scale), flags, counters,
+    )  # fmt: skip
+    return _launch_record(verifiers, tokens, device, handle, items * pool.heads, pool.dim, arguments, out)
 
 
 def _flags(normalize: bool, pool: StatePool, slots: str = "int32") -> int:
@@ -677,16 +825,14 @@ def _record_flags(normalize: bool, pool: StatePool, key_heads: int, slots: str, 
 
 
 def _launch_record(
-    kernels: tuple[Kernel, ...], tokens: int, device: int, handle: int, heads: int, dim: int, arguments: tuple[int, ...], out: Any
+    verifiers: tuple[_Verifier, ...], tokens: int, device: int, handle: int, heads: int, dim: int, arguments: tuple[int, ...], out: Any
 ) -> Any:
     """Verification of so many heads, of all sequences, by the kernel for few tokens in few blocks, if there is one, for few tokens, or for many."""
-    *wide, short, long = kernels
-    blocks = heads * (dim // _RECORD_TILE)
-    if tokens > _SHORT:
-        return long.launch((), device, handle, blocks, _RECORD_THREADS, arguments, out)
-    if wide and blocks <= _FEW_BLOCKS:
-        return wide[0].launch((), device, handle, blocks, _WIDE_RECORD_THREADS, arguments, out)
-    return short.launch((), device, handle, blocks, _RECORD_THREADS, arguments, out)
+    *wide, short, long = verifiers
+    chosen = long if tokens > _SHORT else short
+    if tokens <= _SHORT and wide and heads * (dim // wide[0].tile) <= _FEW_BLOCKS:
+        chosen = wide[0]
+    return chosen.kernel.launch((), device, handle, heads * (dim // chosen.tile), chosen.threads, arguments, out)
 
 
 def _snapshot_slots(array: Any, dtype: str, expected: tuple[int, int], device: int) -> int:

@@ -36,7 +36,8 @@ def _grouped(product: str) -> dict[tuple[str, int], Kernel]:
     """The kernels of a grouped product, by format and most tokens of a run, with shared memory for three chunks of as many tokens."""
     made = {}
     for name, tokens in (*((name, 64) for name in _FORMATS), ("bf16", 128)):
-        octs = 8 if name in ("bf16", "w8") else 16
+        # Activations, unlike tokens, are two numbers each.
+        octs = (8 if name in ("bf16", "w8") else 16) * (2 if product == "grouped_down" else 1)
         made[name, tokens] = Kernel("moe_prefill", f"{product}_{name}_{tokens}", language="cuda", early=True, shared_bytes=3 * tokens * octs * 16)
     return made
 
@@ -52,11 +53,11 @@ _SCORE_PARTS = 4
 _SCORE_WARPS = 8
 _SELECT_WARPS = 16
 _GATE_WARPS = 4
-_DOWN_WARPS = 16
+_DOWN_WARPS = 12
 # sizeof(Groups)
 _GROUPS_BYTES = 32 + 384 * 32
 # Blocks of the gate and up projections that fit on a multiprocessor.
-_GATE_BLOCKS = 4
+_GATE_BLOCKS = 3
 # Most tokens for which the shared expert is fetched while experts are chosen: later it is a small part of all.
 _FETCHED_TO = 16
 
@@ -376,8 +377,8 @@ def sparse_moe(
     has ended. A token's result has the same bits whatever is beside it, within a schedule.
 
     "prefill" groups all tokens by expert (select and count, scan, gather), runs two grouped products on tensor cores, and adds each token's rows:
-    seven launches, see `prefill_reduce`. Its activations are rounded to bfloat16 between the products, which "decode" does not do: about a
-    thousandth of what is added.
+    seven launches, see `prefill_reduce`. As in "decode", activations go to the tensor cores as two bfloat16 numbers that keep 16 bits of them: one
+    alone would leave the tolerances of few tokens where a sum is near zero.
 
     The method is that of Qwen3-Next and its like: softmax over the chosen scores only, a sigmoid gate before the shared expert.
 
@@ -540,7 +541,7 @@ def _layout(tokens: int, geometry: Geometry, schedule: str) -> tuple[int, ...]:
         most = _most_runs(tokens, geometry)
         return _offsets(
             route_workspace(tokens, rows), 4 * TOP * tokens, 4 * places, 8 * batches * geometry.experts, 4 * batches * geometry.experts,
-            4 * geometry.experts, _RUNS_BYTES + _RUN_BYTES * most, 4 * places, 4 * places, 2 * places * geometry.width, 4 * places * geometry.hidden,
+            4 * geometry.experts, _RUNS_BYTES + _RUN_BYTES * most, 4 * places, 4 * places, 4 * places * geometry.width, 4 * places * geometry.hidden,
         )  # fmt: skip
     some = min(tokens, _BATCH)
     parts = route_workspace(some, rows)
@@ -702,12 +703,12 @@ def _prefill(x: Tensor, dest: Tensor, geometry: Geometry, workspace_at: int, cou
     row_blocks = geometry.width // (_BLOCK_ROWS // 2)
     arguments = (
         *geometry.gate_up, *geometry.shared_gate_up, int(geometry.is_gate_up_other), x[0], _row(x) // 8, token_of_at, geometry.hidden,
-        2 * geometry.width, runs_at, act_at, geometry.width, row_blocks,
+        2 * geometry.width, runs_at, act_at, 2 * geometry.width, row_blocks,
     )  # fmt: skip
     launches.append((_GROUPED_GATE_UP[geometry.gate_up_format, length], most * row_blocks, _GEMM_THREADS, arguments))
     row_blocks = blocks_for(geometry.hidden, _BLOCK_ROWS)
     arguments = (
-        *geometry.down, *geometry.shared_down, int(geometry.is_down_other), act_at, geometry.width // 8, 0, geometry.width,
+        *geometry.down, *geometry.shared_down, int(geometry.is_down_other), act_at, 2 * geometry.width // 8, 0, geometry.width,
         geometry.hidden, runs_at, grouped_at, geometry.hidden, row_blocks,
     )  # fmt: skip
     launches.append((_GROUPED_DOWN[geometry.down_format, length], most * row_blocks, _GEMM_THREADS, arguments))

@@ -278,6 +278,19 @@ def gated_delta_ops() -> list[OpCase]:
     def inputs(a: dict[str, Any]) -> tuple[Any, ...]:
         return a["q"], a["k"], a["v"], a["g"], a["beta"], StatePool(a["rec"]), a["slots"]
 
+    columns_log = {"log_conv": small(2, 3, 3, 256, often=0.5)}
+    columns = {
+        # Eights and sums of two of them, which the activation leaves as they are.
+        "x": np.where(small(2, 3, 256, often=0.02), 0x4100, 0).astype(np.uint16),
+        "weight": np.tile(np.array([0, 0, 0x3F80, 0x3F80], np.uint16), (256, 1)),
+        **{name: values[name] for name in ("g", "beta", "rec", "slots")},
+        "conv": np.where(small(2, 4, 3, 256, often=0.02), 0x4100, 0).astype(np.uint16),
+        **columns_log,
+    }
+
+    def column_inputs(a: dict[str, Any]) -> tuple[Any, ...]:
+        return a["x"], a["weight"], a["g"], a["beta"], StatePool(a["rec"], a["conv"]), a["slots"]
+
     def log_of(a: dict[str, Any], name: str = "") -> ReplayLog:
         return ReplayLog(a[f"{name}log_k"], a[f"{name}log_v"], a[f"{name}gates"], a.get(f"{name}log_conv"))
 
@@ -299,20 +312,14 @@ def gated_delta_ops() -> list[OpCase]:
         OpCase(
             "conv_record",
             gated_delta.conv_record,
-            {
-                # Eights and sums of two of them, which the activation leaves as they are.
-                "x": np.where(small(2, 3, 256, often=0.02), 0x4100, 0).astype(np.uint16),
-                "weight": np.tile(np.array([0, 0, 0x3F80, 0x3F80], np.uint16), (256, 1)),
-                **{name: values[name] for name in ("g", "beta", "rec", "slots")},
-                **out,
-                **log,
-                "conv": np.where(small(2, 4, 3, 256, often=0.02), 0x4100, 0).astype(np.uint16),
-                "log_conv": small(2, 3, 3, 256, often=0.5),
-            },
-            lambda a: (
-                (a["x"], a["weight"], a["g"], a["beta"], StatePool(a["rec"], a["conv"]), a["slots"], log_of(a)),
-                {**exact, "out": a["out"]},
-            ),
+            columns | out | log,
+            lambda a: ((*column_inputs(a), log_of(a)), {**exact, "out": a["out"]}),
+        ),
+        OpCase(
+            "conv_fold_record",
+            gated_delta.conv_fold_record,
+            columns | out | log | counts | {f"new_{name}": np.zeros_like(array) for name, array in (log | columns_log).items()},
+            lambda a: ((*column_inputs(a), log_of(a), a["accepted"], log_of(a, "new_")), {**exact, "out": a["out"]}),
         ),
         OpCase(
             "fold",

@@ -140,10 +140,16 @@ def test_an_empty_batch_gives_an_empty_array() -> None:
 def test_the_constants_of_the_plans_are_those_of_the_kernels() -> None:
     source = source_path("gated_delta").with_suffix(".cuh").read_text()
     constants = {name: int(value) for name, value in re.findall(r"constexpr int (\w+) = (\d+);", source)}
-    groups = {kind: 32 // constants["RECORD_LANES" if "RECORD" in kind else "LANES"] for kind in ("", "FOLD_", "RECORD_", "WIDE_RECORD_")}
-    for kind, rows in groups.items():
+    for kind in ("", "FOLD_"):
         assert getattr(gated_delta, f"_{kind}THREADS") == 32 * constants[f"{kind}WARPS"]
-        assert getattr(gated_delta, f"_{kind}TILE") == constants[f"{kind}WARPS"] * rows * constants[f"{kind}ROWS"]
+        assert getattr(gated_delta, f"_{kind}TILE") == constants[f"{kind}WARPS"] * (32 // constants["LANES"]) * constants[f"{kind}ROWS"]
+    entries = source_path("gated_delta").read_text()
+    for verifiers in (gated_delta._RECORDS, gated_delta._FOLD_RECORDS, gated_delta._CONV_RECORDS, gated_delta._CONV_FOLD_RECORDS):
+        for kernel, threads, tile in verifiers:
+            memory = entries[entries.index(f"gpukit_{kernel.name}(") :].partition("RecordMemory<")[2]
+            tokens, warps, rows = memory.replace(">", ",").split(", ")[:3]
+            assert threads == 32 * constants[warps] and tile == constants[warps] * (32 // constants["RECORD_LANES"]) * constants[rows]
+            assert tokens == ("MOST_TOKENS" if kernel.name.endswith("long") else "SHORT")
     assert (constants["SHORT"], constants["MOST_TOKENS"]) == (gated_delta._SHORT, gated_delta._MOST_TOKENS)
     flags = dict(re.findall(r"(\w+) = (\d+)", re.search(r"enum Flags \{(.*)\}", source).group(1)))  # type: ignore[union-attr]
     assert {f"_{name}": int(value) for name, value in flags.items()}.items() <= vars(gated_delta).items()

@@ -116,6 +116,18 @@ def test_the_constants_of_the_plan_are_those_of_the_kernels() -> None:
     assert ops._GROUPS_BYTES == 32 + 32 * (constants["MOST_EXPERTS"] + 2 * constants["BATCH"])
     assert ops._GATHER_THREADS == constants["BATCH"] * constants["TOP"] and ops._GEMM_THREADS == 32 * constants["GEMM_WARPS"]
     assert ops._BLOCK_ROWS == 16 * constants["ROW_TILES"] * constants["GEMM_WARPS"]
+    # Tokens are one number for the tensor cores, activations two.
+    for kernels, terms in ((ops._GROUPED_GATE_UP, 1), (ops._GROUPED_DOWN, 2)):
+        for (kind, tokens), kernel in kernels.items():
+            chunk = constants["CHUNK_STEPS"] * (32 if kind in ("bf16", "w8") else 64) * 2
+            assert kernel.shared_bytes == constants["CHUNKS"] * tokens * chunk * terms <= 99 * 1024, kernel
+
+
+def test_what_a_block_of_the_down_projection_shares_is_static() -> None:
+    text = source_path("moe").read_text() + source_path("moe").with_suffix(".cuh").read_text()
+    constants = {name: int(value) for name, value in re.findall(r"constexpr int (\w+) = (\d+);", text)}
+    sums = 4 * constants["BATCH"] * (constants["TOP"] + 1) * constants["TILE"]
+    assert sums + 4 * constants["TOUCHED"] * constants["DOWN_WARPS"] * 32 <= 48 * 1024
 
 
 # On a GPU.
@@ -212,6 +224,21 @@ def test_the_block_equals_float64(card: Any, mix: tuple[str, str, str | None], s
     expected, margins = oracle(np, x, weights, dest)
     for tokens in TOKENS:
         check_block(np, run(card, there, x[:tokens], dest[:tokens], schedule), expected[:tokens], margins[:tokens])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("schedule", ["decode", "prefill"])
+@pytest.mark.parametrize("mix", MIXES[:3], ids=names)
+def test_sums_near_zero_are_as_exact_as_others(card: Any, mix: tuple[str, str, str | None], schedule: str) -> None:
+    """Activations that went from one product to the other as bfloat16 would be a hundred times as far off."""
+    weights = WEIGHTS[mix]
+    # So many that runs of bf16 in "prefill" are of 128 tokens.
+    x = random_bits(np.random.default_rng(6), 200, H)
+    added, margins = oracle(np, x, weights, np.zeros((200, H), np.uint16))
+    dest = bits(-added)
+    found = run(card, map_weights(weights, card.array), x, dest, schedule)
+    wanted, clear = numbers(dest) + added, margins > 1e-4
+    assert (np.abs(numbers(found) - wanted) <= 5e-5 + 2**-8 * np.abs(wanted))[clear].all()
 
 
 @pytest.mark.gpu

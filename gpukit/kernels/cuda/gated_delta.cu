@@ -3,8 +3,9 @@
 #include "gated_delta.cuh"
 #include "gated_delta_verify.cuh"
 
-// Tokens one after the other. The state is stored behind the last one, or with `snapshots` behind every one in a slot of its own.
-template <int DIM, bool snapshots>
+// Tokens one after the other. The state is stored behind the last one, or with `snapshots` behind every one in a slot of its own. What is settled
+// is read before the kernel in front has ended.
+template <int DIM, bool snapshots, bool settled>
 __device__ __forceinline__ void direct(
     void* memory, const Batch& batch, const States& states, const void* source, const void* destination, int64 id_bytes, float scale,
     bool normalize, int64* signal)
@@ -12,12 +13,19 @@ __device__ __forceinline__ void direct(
     const Place<DIM, WARPS, ROWS, LANES> place(blockIdx.x, static_cast<unsigned>(batch.heads));
     auto& shared = *static_cast<Tokens<DIM, WARPS, TILE, true>*>(memory);
     const int tokens = static_cast<int>(batch.tokens);
+    typename Tokens<DIM, WARPS, TILE, true>::Part part{};
+    const auto wait_and_load = [&] {
+        wait_for_predecessor();
+        if constexpr (settled)
+            release_successor();
+        if (shared.mine() < tokens)
+            part.load(source_of<DIM>(batch, place, shared.mine()));
+    };
+    if constexpr (!settled)
+        wait_and_load();
     const int64 from = load_id(source, id_bytes, place.item);
     const int64 per_item = snapshots ? tokens : 1;
     const int64 first_id = place.item * per_item;
-    typename Tokens<DIM, WARPS, TILE, true>::Part part{};
-    if (shared.mine() < tokens)
-        part.load(source_of<DIM>(batch, place, shared.mine()));
     bool is_padding = from < 0, is_beyond = from >= states.slots;
     if constexpr (snapshots) {
 #pragma unroll 1
@@ -28,6 +36,8 @@ __device__ __forceinline__ void direct(
         is_beyond |= load_id(destination, id_bytes, first_id) >= states.slots;
     }
     if (is_padding || is_beyond) {
+        if constexpr (settled)
+            wait_for_predecessor();
         if (!is_padding && place.is_first())
             count(signal, OUT_OF_RANGE);
         return clear_outputs(batch, place, 0);
@@ -35,6 +45,8 @@ __device__ __forceinline__ void direct(
     float4 state[ROWS][DIM / 4 / LANES];
     states.load<DIM, LANES>(state, from * states.slot_stride + place.state());
     states.fetch_next<DIM>(from * states.slot_stride + place.block_state(), place.rows);
+    if constexpr (settled)
+        wait_and_load();
     if (batch.items > 1) {
         bool taken = false;
 #pragma unroll 1
@@ -55,7 +67,8 @@ __device__ __forceinline__ void direct(
                 states.store<DIM, LANES>(state, to * states.slot_stride + place.state());
         }
     });
-    release_successor();
+    if constexpr (!settled)
+        release_successor();
     if constexpr (!snapshots)
         states.store<DIM, LANES>(state, load_id(destination, id_bytes, first_id) * states.slot_stride + place.state());
 }
@@ -85,15 +98,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, DIRECT_BLOCKS) gpukit_d
     int64 flags,
     int64* signal)
 {
-    wait_for_predecessor();
     GPUKIT_BATCH;
     __shared__ Tokens<128, WARPS, TILE, true> memory;
     const States states{pool, slot_stride, slots, (flags & BFLOAT16_STATES) != 0, prefetch};
     const float scale_of_outputs = __int_as_float(static_cast<int>(scale));
-    if (dim == 128)
-        direct<128, false>(&memory, batch, states, source, destination, id_bytes_of(flags, WIDE_SLOTS), scale_of_outputs, flags & NORMALIZE, signal);
+    if (dim == 128 && flags & SETTLED)
+        direct<128, false, true>(&memory, batch, states, source, destination, id_bytes_of(flags, WIDE_SLOTS), scale_of_outputs, flags & NORMALIZE, signal);
+    else if (dim == 128)
+        direct<128, false, false>(&memory, batch, states, source, destination, id_bytes_of(flags, WIDE_SLOTS), scale_of_outputs, flags & NORMALIZE, signal);
     else
-        direct<64, false>(&memory, batch, states, source, destination, id_bytes_of(flags, WIDE_SLOTS), scale_of_outputs, flags & NORMALIZE, signal);
+        direct<64, false, false>(&memory, batch, states, source, destination, id_bytes_of(flags, WIDE_SLOTS), scale_of_outputs, flags & NORMALIZE, signal);
 }
 
 // `destination` holds a slot a token.
@@ -109,15 +123,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, DIRECT_BLOCKS) gpukit_s
     int64 flags,
     int64* signal)
 {
-    wait_for_predecessor();
     GPUKIT_BATCH;
     __shared__ Tokens<128, WARPS, TILE, true> memory;
     const States states{pool, slot_stride, slots, (flags & BFLOAT16_STATES) != 0, prefetch};
     const float scale_of_outputs = __int_as_float(static_cast<int>(scale));
     if (dim == 128)
-        direct<128, true>(&memory, batch, states, source, destination, id_bytes_of(flags, WIDE_SLOTS), scale_of_outputs, flags & NORMALIZE, signal);
+        direct<128, true, false>(&memory, batch, states, source, destination, id_bytes_of(flags, WIDE_SLOTS), scale_of_outputs, flags & NORMALIZE, signal);
     else
-        direct<64, true>(&memory, batch, states, source, destination, id_bytes_of(flags, WIDE_SLOTS), scale_of_outputs, flags & NORMALIZE, signal);
+        direct<64, true, false>(&memory, batch, states, source, destination, id_bytes_of(flags, WIDE_SLOTS), scale_of_outputs, flags & NORMALIZE, signal);
 }
 
 #define GPUKIT_RECORD_PARAMETERS                                    \
@@ -132,13 +145,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, DIRECT_BLOCKS) gpukit_s
     float2 *log_gates,                                              \
     int64 width
 
-#define GPUKIT_FOLD_RECORD_PARAMETERS                               \
-    GPUKIT_RECORD_PARAMETERS,                                       \
+#define GPUKIT_PREVIOUS_PARAMETERS                                  \
     Bits *previous_k,    /* of the layer */                         \
     Bits *previous_v,                                               \
     float2 *previous_gates,                                         \
     int64 previous_width,                                           \
     const void *accepted /* [B] */
+
+#define GPUKIT_FOLD_RECORD_PARAMETERS GPUKIT_RECORD_PARAMETERS, GPUKIT_PREVIOUS_PARAMETERS
 
 #define GPUKIT_RECORD                                                                  \
     const Log log{log_k, log_v, log_gates, width, key_heads, heads};                   \
@@ -148,73 +162,48 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, DIRECT_BLOCKS) gpukit_s
 extern "C" __global__ void __launch_bounds__(32 * RECORD_WARPS, RECORD_BLOCKS) gpukit_record(
     GPUKIT_RECORD_PARAMETERS, int64 prefetch, int64 scale, int64 flags, int64* signal)
 {
-    __shared__ RecordMemory<SHORT, RECORD_WARPS, Nothing> memory;
+    __shared__ RecordMemory<SHORT, RECORD_WARPS, RECORD_ROWS, false, false> memory;
     GPUKIT_BATCH;
     GPUKIT_RECORD;
-    if (dim == 128)
-        record<128, false, SHORT, RECORD_WARPS, RECORD_ROWS, Given<128>>(
-            memory, batch, {}, states, source, valid, log, log, nullptr, scale_of_outputs, flags, signal);
-    else
-        record<64, false, SHORT, RECORD_WARPS, RECORD_ROWS, Given<64>>(
-            memory, batch, {}, states, source, valid, log, log, nullptr, scale_of_outputs, flags, signal);
+    verify(memory, batch, {}, states, source, valid, log, log, nullptr, scale_of_outputs, dim, flags, signal);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WIDE_RECORD_WARPS, WIDE_RECORD_BLOCKS) gpukit_record_wide(
     GPUKIT_RECORD_PARAMETERS, int64 prefetch, int64 scale, int64 flags, int64* signal)
 {
-    __shared__ RecordMemory<SHORT, WIDE_RECORD_WARPS, Nothing> memory;
+    __shared__ RecordMemory<SHORT, WIDE_RECORD_WARPS, WIDE_RECORD_ROWS, false, false> memory;
     GPUKIT_BATCH;
     GPUKIT_RECORD;
-    if (dim == 128)
-        record<128, false, SHORT, WIDE_RECORD_WARPS, WIDE_RECORD_ROWS, Given<128>>(
-            memory, batch, {}, states, source, valid, log, log, nullptr, scale_of_outputs, flags, signal);
-    else
-        record<64, false, SHORT, WIDE_RECORD_WARPS, WIDE_RECORD_ROWS, Given<64>>(
-            memory, batch, {}, states, source, valid, log, log, nullptr, scale_of_outputs, flags, signal);
+    verify(memory, batch, {}, states, source, valid, log, log, nullptr, scale_of_outputs, dim, flags, signal);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * RECORD_WARPS, RECORD_BLOCKS) gpukit_record_long(
     GPUKIT_RECORD_PARAMETERS, int64 prefetch, int64 scale, int64 flags, int64* signal)
 {
-    __shared__ RecordMemory<MOST_TOKENS, RECORD_WARPS, Nothing> memory;
+    __shared__ RecordMemory<MOST_TOKENS, RECORD_WARPS, RECORD_ROWS, false, false> memory;
     GPUKIT_BATCH;
     GPUKIT_RECORD;
-    if (dim == 128)
-        record<128, false, MOST_TOKENS, RECORD_WARPS, RECORD_ROWS, Given<128>>(
-            memory, batch, {}, states, source, valid, log, log, nullptr, scale_of_outputs, flags, signal);
-    else
-        record<64, false, MOST_TOKENS, RECORD_WARPS, RECORD_ROWS, Given<64>>(
-            memory, batch, {}, states, source, valid, log, log, nullptr, scale_of_outputs, flags, signal);
+    verify(memory, batch, {}, states, source, valid, log, log, nullptr, scale_of_outputs, dim, flags, signal);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * RECORD_WARPS, RECORD_BLOCKS) gpukit_fold_record(
     GPUKIT_FOLD_RECORD_PARAMETERS, int64 prefetch, int64 scale, int64 flags, int64* signal)
 {
-    __shared__ RecordMemory<SHORT, RECORD_WARPS, ReplayMemory> memory;
+    __shared__ RecordMemory<SHORT, RECORD_WARPS, RECORD_ROWS, true, false> memory;
     GPUKIT_BATCH;
     GPUKIT_RECORD;
     const Log previous{previous_k, previous_v, previous_gates, previous_width, key_heads, heads};
-    if (dim == 128)
-        record<128, true, SHORT, RECORD_WARPS, RECORD_ROWS, Given<128>>(
-            memory, batch, {}, states, source, valid, log, previous, accepted, scale_of_outputs, flags, signal);
-    else
-        record<64, true, SHORT, RECORD_WARPS, RECORD_ROWS, Given<64>>(
-            memory, batch, {}, states, source, valid, log, previous, accepted, scale_of_outputs, flags, signal);
+    verify(memory, batch, {}, states, source, valid, log, previous, accepted, scale_of_outputs, dim, flags, signal);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * RECORD_WARPS, RECORD_BLOCKS) gpukit_fold_record_long(
     GPUKIT_FOLD_RECORD_PARAMETERS, int64 prefetch, int64 scale, int64 flags, int64* signal)
 {
-    __shared__ RecordMemory<MOST_TOKENS, RECORD_WARPS, ReplayMemory> memory;
+    __shared__ RecordMemory<MOST_TOKENS, RECORD_WARPS, RECORD_ROWS, true, false> memory;
     GPUKIT_BATCH;
     GPUKIT_RECORD;
     const Log previous{previous_k, previous_v, previous_gates, previous_width, key_heads, heads};
-    if (dim == 128)
-        record<128, true, MOST_TOKENS, RECORD_WARPS, RECORD_ROWS, Given<128>>(
-            memory, batch, {}, states, source, valid, log, previous, accepted, scale_of_outputs, flags, signal);
-    else
-        record<64, true, MOST_TOKENS, RECORD_WARPS, RECORD_ROWS, Given<64>>(
-            memory, batch, {}, states, source, valid, log, previous, accepted, scale_of_outputs, flags, signal);
+    verify(memory, batch, {}, states, source, valid, log, previous, accepted, scale_of_outputs, dim, flags, signal);
 }
 
 #define GPUKIT_CONV_RECORD_PARAMETERS                                   \
@@ -229,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(32 * RECORD_WARPS, RECORD_BLOCKS) g
     int64 history_slot_stride,                                          \
     Bits *log_k, Bits *log_v, float2 *log_gates,                        \
     Bits *log_conv,           /* of the layer */                        \
-    int64 width, int64 prefetch, int64 history_prefetch, int64 scale, int64 flags, int64 *signal
+    int64 width
 
 #define GPUKIT_CONV_RECORD                                                                                                        \
     const Batch batch{nullptr, 0, 0, nullptr, 0, 0, nullptr, 0, 0, g, g_batch, g_token, beta, beta_batch, beta_token, out, items, tokens, \
@@ -238,40 +227,46 @@ extern "C" __global__ void __launch_bounds__(32 * RECORD_WARPS, RECORD_BLOCKS) g
                           (2 * key_heads + heads) * dim};                                                                         \
     GPUKIT_RECORD
 
-extern "C" __global__ void __launch_bounds__(32 * RECORD_WARPS, RECORD_BLOCKS) gpukit_conv_record(GPUKIT_CONV_RECORD_PARAMETERS)
+extern "C" __global__ void __launch_bounds__(32 * LARGE_RECORD_WARPS, LARGE_RECORD_BLOCKS) gpukit_conv_record(
+    GPUKIT_CONV_RECORD_PARAMETERS, int64 prefetch, int64 history_prefetch, int64 scale, int64 flags, int64* signal)
 {
-    __shared__ RecordMemory<SHORT, RECORD_WARPS, Convolved<128, SHORT>> memory;
+    __shared__ RecordMemory<SHORT, LARGE_RECORD_WARPS, RECORD_ROWS, false, true> memory;
     GPUKIT_CONV_RECORD;
-    if (dim == 128)
-        record<128, false, SHORT, RECORD_WARPS, RECORD_ROWS, Convolution<128, SHORT, RECORD_WARPS>>(
-            memory, batch, columns, states, source, valid, log, log, nullptr, scale_of_outputs, flags, signal);
-    else
-        record<64, false, SHORT, RECORD_WARPS, RECORD_ROWS, Convolution<64, SHORT, RECORD_WARPS>>(
-            memory, batch, columns, states, source, valid, log, log, nullptr, scale_of_outputs, flags, signal);
+    verify(memory, batch, columns, states, source, valid, log, log, nullptr, scale_of_outputs, dim, flags, signal);
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WIDE_RECORD_WARPS, WIDE_RECORD_BLOCKS) gpukit_conv_record_wide(GPUKIT_CONV_RECORD_PARAMETERS)
+extern "C" __global__ void __launch_bounds__(32 * WIDE_RECORD_WARPS, WIDE_RECORD_BLOCKS) gpukit_conv_record_wide(
+    GPUKIT_CONV_RECORD_PARAMETERS, int64 prefetch, int64 history_prefetch, int64 scale, int64 flags, int64* signal)
 {
-    __shared__ RecordMemory<SHORT, WIDE_RECORD_WARPS, Convolved<128, SHORT>> memory;
+    __shared__ RecordMemory<SHORT, WIDE_RECORD_WARPS, WIDE_RECORD_ROWS, false, true> memory;
     GPUKIT_CONV_RECORD;
-    if (dim == 128)
-        record<128, false, SHORT, WIDE_RECORD_WARPS, WIDE_RECORD_ROWS, Convolution<128, SHORT, WIDE_RECORD_WARPS>>(
-            memory, batch, columns, states, source, valid, log, log, nullptr, scale_of_outputs, flags, signal);
-    else
-        record<64, false, SHORT, WIDE_RECORD_WARPS, WIDE_RECORD_ROWS, Convolution<64, SHORT, WIDE_RECORD_WARPS>>(
-            memory, batch, columns, states, source, valid, log, log, nullptr, scale_of_outputs, flags, signal);
+    verify(memory, batch, columns, states, source, valid, log, log, nullptr, scale_of_outputs, dim, flags, signal);
 }
 
-extern "C" __global__ void __launch_bounds__(32 * RECORD_WARPS, RECORD_BLOCKS) gpukit_conv_record_long(GPUKIT_CONV_RECORD_PARAMETERS)
+extern "C" __global__ void __launch_bounds__(32 * RECORD_WARPS, RECORD_BLOCKS) gpukit_conv_record_long(
+    GPUKIT_CONV_RECORD_PARAMETERS, int64 prefetch, int64 history_prefetch, int64 scale, int64 flags, int64* signal)
 {
-    __shared__ RecordMemory<MOST_TOKENS, RECORD_WARPS, Convolved<128, MOST_TOKENS>> memory;
+    __shared__ RecordMemory<MOST_TOKENS, RECORD_WARPS, RECORD_ROWS, false, true> memory;
     GPUKIT_CONV_RECORD;
-    if (dim == 128)
-        record<128, false, MOST_TOKENS, RECORD_WARPS, RECORD_ROWS, Convolution<128, MOST_TOKENS, RECORD_WARPS>>(
-            memory, batch, columns, states, source, valid, log, log, nullptr, scale_of_outputs, flags, signal);
-    else
-        record<64, false, MOST_TOKENS, RECORD_WARPS, RECORD_ROWS, Convolution<64, MOST_TOKENS, RECORD_WARPS>>(
-            memory, batch, columns, states, source, valid, log, log, nullptr, scale_of_outputs, flags, signal);
+    verify(memory, batch, columns, states, source, valid, log, log, nullptr, scale_of_outputs, dim, flags, signal);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * LARGE_RECORD_WARPS, LARGE_RECORD_BLOCKS) gpukit_conv_fold_record(
+    GPUKIT_CONV_RECORD_PARAMETERS, GPUKIT_PREVIOUS_PARAMETERS, int64 prefetch, int64 history_prefetch, int64 scale, int64 flags, int64* signal)
+{
+    __shared__ RecordMemory<SHORT, LARGE_RECORD_WARPS, RECORD_ROWS, true, true> memory;
+    GPUKIT_CONV_RECORD;
+    const Log previous{previous_k, previous_v, previous_gates, previous_width, key_heads, heads};
+    verify(memory, batch, columns, states, source, valid, log, previous, accepted, scale_of_outputs, dim, flags, signal);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * RECORD_WARPS, LONG_FOLD_RECORD_BLOCKS) gpukit_conv_fold_record_long(
+    GPUKIT_CONV_RECORD_PARAMETERS, GPUKIT_PREVIOUS_PARAMETERS, int64 prefetch, int64 history_prefetch, int64 scale, int64 flags, int64* signal)
+{
+    __shared__ RecordMemory<MOST_TOKENS, RECORD_WARPS, RECORD_ROWS, true, true> memory;
+    GPUKIT_CONV_RECORD;
+    const Log previous{previous_k, previous_v, previous_gates, previous_width, key_heads, heads};
+    verify(memory, batch, columns, states, source, valid, log, previous, accepted, scale_of_outputs, dim, flags, signal);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, DIRECT_BLOCKS) gpukit_record_exact(
@@ -378,10 +373,10 @@ __device__ __forceinline__ void fold(
     states.store<DIM, LANES>(state, at + commit.to * states.slot_stride);
 }
 
-// The last three columns seen, after m more: eight channels a thread.
+// The last three columns seen, after m more: eight channels a thread. `signal` is for when there are no states that count.
 __device__ __forceinline__ void fold_history(
     unsigned block, Bits* pool, int64 layer_stride, int64 slot_stride, int64 slots, const Bits* log, int64 log_rows, int64 width,
-    int64 channels, const void* rows, int64 id_bytes, int64 row_count)
+    int64 channels, const void* rows, int64 id_bytes, int64 row_count, int64* signal)
 {
     const unsigned vectors = static_cast<unsigned>(channels / 8);
     const unsigned pieces = (vectors + 32 * FOLD_WARPS - 1) / (32 * FOLD_WARPS);
@@ -389,10 +384,19 @@ __device__ __forceinline__ void fold_history(
     const unsigned layer = block / pieces / static_cast<unsigned>(row_count);
     const unsigned row = block / pieces % static_cast<unsigned>(row_count);
     const Commit commit(rows, id_bytes, row);
-    if (commit.is_idle() || !commit.is_valid(slots, width))
+    const bool counts = block % pieces == 0 && layer == 0 && threadIdx.x == 0;
+    if (commit.is_idle())
         return;
-    if (row_count > 1 && is_taken(rows, id_bytes, row_count, slots, width, row, commit.to))
+    if (!commit.is_valid(slots, width)) {
+        if (counts)
+            count(signal, OUT_OF_RANGE);
         return;
+    }
+    if (row_count > 1 && is_taken(rows, id_bytes, row_count, slots, width, row, commit.to)) {
+        if (counts)
+            count(signal, OCCUPIED);
+        return;
+    }
     if (vector >= vectors)
         return;
     Bits* histories = pool + layer * layer_stride;
@@ -437,7 +441,7 @@ extern "C" __global__ void __launch_bounds__(32 * FOLD_WARPS, FOLD_BLOCKS) gpuki
     wait_for_predecessor();
     if (blockIdx.x >= state_blocks)
         return fold_history(blockIdx.x - static_cast<unsigned>(state_blocks), histories, history_layer_stride, history_slot_stride, slots,
-                            log_conv, log_rows, width, channels, rows, id_bytes, row_count);
+                            log_conv, log_rows, width, channels, rows, id_bytes, row_count, state_blocks ? nullptr : signal);
     const Log log{log_k, log_v, log_gates, width, key_heads, heads};
     __shared__ Tokens<128, FOLD_WARPS, FOLD_TILE, false> memory;
     const States states{pool, slot_stride, slots, (flags & BFLOAT16_STATES) != 0, 0};

@@ -21,12 +21,16 @@ constexpr int RECORD_WARPS = 2;
 constexpr int RECORD_ROWS = 2;
 constexpr int WIDE_RECORD_WARPS = 4;
 constexpr int WIDE_RECORD_ROWS = 1;
+// Larger blocks convolve less: each convolves the keys and queries of its head again.
+constexpr int LARGE_RECORD_WARPS = 4;
 // Blocks side by side on a multiprocessor: so many that registers just suffice. The compiler for Hopper, on which they were measured, needs the
 // fewest.
 constexpr bool IS_HOPPER = __CUDA_ARCH__ == 900;
 constexpr int DIRECT_BLOCKS = IS_HOPPER ? 14 : 12;
 constexpr int FOLD_BLOCKS = IS_HOPPER ? 16 : 14;
 constexpr int RECORD_BLOCKS = IS_HOPPER ? 8 : 6;
+constexpr int LARGE_RECORD_BLOCKS = IS_HOPPER ? 4 : 3;
+constexpr int LONG_FOLD_RECORD_BLOCKS = 6;
 constexpr int WIDE_RECORD_BLOCKS = IS_HOPPER ? 4 : 3;
 // Tokens of a verification for which there is a kernel of its own, and the most there can be.
 constexpr int SHORT = 4;
@@ -42,10 +46,9 @@ constexpr int SUM_LANES = 8;
 // Rows of V that a block works on.
 constexpr int TILE = WARPS * 32 / LANES * ROWS;
 constexpr int FOLD_TILE = FOLD_WARPS * 32 / LANES * FOLD_ROWS;
-constexpr int RECORD_TILE = RECORD_WARPS * 32 / RECORD_LANES * RECORD_ROWS;
 
 // What the bits of a kernel's `flags` say.
-enum Flags { NORMALIZE = 1, BFLOAT16_STATES = 2, WIDE_SLOTS = 4, WIDE_VALID = 8, WIDE_ACCEPTED = 16 };
+enum Flags { NORMALIZE = 1, BFLOAT16_STATES = 2, WIDE_SLOTS = 4, WIDE_VALID = 8, WIDE_ACCEPTED = 16, SETTLED = 32 };
 
 __device__ __forceinline__ int64 id_bytes_of(int64 flags, Flags wide)
 {
@@ -88,6 +91,14 @@ struct Place {
     __device__ __forceinline__ int64 block_state() const
     {
         return (static_cast<int64>(head) * DIM + tile * rows) * DIM;
+    }
+
+    // Let the compiler take the place for another one: what follows from it is worked out again, where keeping it would cost registers.
+    __device__ __forceinline__ void forget()
+    {
+        int own = static_cast<int>(item);
+        asm volatile("" : "+r"(own), "+r"(head), "+r"(tile));
+        item = own;
     }
 
     // Whether this thread speaks for its item where something is counted.

@@ -30,15 +30,19 @@ struct Verification {
     int64 m;
     int tokens;
 
-    // Neither padding nor refused; what is refused is counted.
-    template <class Place>
-    __device__ __forceinline__ bool is_usable(
-        const Place& place, int64 slots, const void* accepted, int64 previous_width, int64* signal) const
+    // Neither padding nor refused.
+    __device__ __forceinline__ bool is_usable(int64 slots, const void* accepted, int64 previous_width) const
     {
-        const bool is_refused = slot >= slots || m < 0 || (accepted && m > previous_width);
-        if (is_refused && slot >= 0 && place.is_first())
+        return slot >= 0 && slot < slots && m >= 0 && !(accepted && m > previous_width);
+    }
+
+    // What is not usable: outputs are zeros, and what is refused is counted.
+    template <class Place>
+    __device__ __forceinline__ void skip(const Batch& batch, const Place& place, int64* signal) const
+    {
+        if (slot >= 0 && place.is_first())
             count(signal, OUT_OF_RANGE);
-        return !is_refused && slot >= 0;
+        clear_outputs(batch, place, 0);
     }
 };
 
@@ -64,6 +68,12 @@ struct Groups {
 
 // Rows of V in a warp of a long verification.
 constexpr int LONG_ROWS = 32 / RECORD_LANES * RECORD_ROWS;
+
+// Rows of V in a block.
+__device__ constexpr int tile_of(int warps, int rows)
+{
+    return warps * 32 / RECORD_LANES * rows;
+}
 
 // What the lanes of a warp tell each other in a verification of up to WIDTH tokens: coefficients of the triangular systems
 // d_t = beta_t v_t - from_key_t S·k_t - sum of key_key_ts d_s over s < t and o_t = from_query_t S·q_t + sum of key_query_ts d_s over s <= t.
@@ -99,21 +109,35 @@ __device__ __forceinline__ void split(float low, float high, unsigned& upper, un
 struct Nothing {
 };
 
+// The arrays of a convolution in front of a verification; channels are those of all queries, then keys, then values.
+struct Columns {
+    const Bits* x;       // [B, T, C]
+    int64 x_batch, x_token;
+    const Bits* weight;  // [C, TAPS]
+    const Bits* past;    // [slots, TAPS - 1, C] of the layer, oldest first
+    int64 slot_stride;
+    int64 prefetch;      // from a history to the one that the next call will want, or 0
+    Bits* log;           // [rows, W, C] of the layer
+    int64 channels;
+};
+
 // Keys, queries and values of a verification that are in memory as they are needed.
 template <int DIM>
 struct Given {
-    static constexpr bool convolves = false;
-    using Arrays = Nothing;
-    using Shared = Nothing;
-
     const Batch& batch;
     int item, key_offset, value_offset;
 
     template <class Place>
-    __device__ __forceinline__ Given(const Nothing&, Nothing&, const Batch& batch, const Place& place, int key_head)
+    __device__ __forceinline__ Given(const Columns&, Nothing&, const Batch& batch, const Place& place, int key_head)
         : batch(batch), item(static_cast<int>(place.item)), key_offset(key_head * DIM), value_offset(place.head * DIM + place.tile * place.rows)
     {
     }
+
+    __device__ __forceinline__ void load_weights() {}
+
+    __device__ __forceinline__ void load_tokens(int) {}
+
+    __device__ __forceinline__ void load_history(int64) {}
 
     // Keys (lanes of the lower half) and queries (upper half) of four tokens, as columns for `multiply`. Behind the last token stands anything:
     // nothing comes of it.
@@ -137,23 +161,11 @@ struct Given {
 };
 
 // Keys, queries and values of a block behind the convolution.
-template <int DIM, int WIDTH>
+template <int DIM, int WIDTH, int TILE>
 struct Convolved {
     // Rows of keys, then of queries. Those of four tokens meet no bank twice.
     alignas(16) Bits vectors[2 * WIDTH][DIM + 16];
-    alignas(16) Bits values[WIDTH][RECORD_TILE];
-};
-
-// The arrays of a convolution in front of a verification; channels are those of all queries, then keys, then values.
-struct Columns {
-    const Bits* x;       // [B, T, C]
-    int64 x_batch, x_token;
-    const Bits* weight;  // [C, TAPS]
-    const Bits* past;    // [slots, TAPS - 1, C] of the layer, oldest first
-    int64 slot_stride;
-    int64 prefetch;      // from a history to the one that the next call will want, or 0
-    Bits* log;           // [rows, W, C] of the layer
-    int64 channels;
+    alignas(16) Bits values[WIDTH][TILE];
 };
 
 // A pair or two of neighbouring channels, as one access.
@@ -179,27 +191,25 @@ __device__ __forceinline__ void store_pairs(Bits* to, const Bytes4 (&pairs)[PAIR
 }
 
 // Let the L2 fetch a line.
-__device__ __forceinline__ void fetch(const void* address)
+__device__ __forceinline__ void fetch_line(const void* address)
 {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
 // Keys, queries and values that the block convolves first. A thread has a pair or two of the channels of key and query for four tokens at a time,
 // and a pair of the values for one token of the four. What does not depend on the slot is loaded before the slot is known.
-template <int DIM, int WIDTH, int WARPS>
+template <int DIM, int WIDTH, int WARPS, int TILE>
 struct Convolution {
-    static constexpr bool convolves = true;
     static constexpr int THREADS = 32 * WARPS;
     static constexpr int PAIRS = DIM > THREADS ? DIM / THREADS : 1;
-    static constexpr int VALUE_PAIRS = RECORD_TILE / 2;
+    static constexpr int VALUE_PAIRS = TILE / 2;
     static constexpr int VALUE_THREADS = SHORT * VALUE_PAIRS;
     static constexpr int PAST = TAPS - 1;
-    using Arrays = Columns;
-    using Shared = Convolved<128, WIDTH>;
+    using Shared = Convolved<128, WIDTH, TILE>;
     using Pair = Channels<Bytes4>;
 
-    const Columns& arrays;
-    Convolved<DIM, WIDTH>& shared;
+    const Columns* arrays;
+    Convolved<DIM, WIDTH, TILE>* shared;
     const Bits* x;         // of the sequence
     int last;              // token
     int along;             // the thread's first channel within key and query of the block
@@ -213,7 +223,7 @@ struct Convolution {
 
     template <class Place>
     __device__ __forceinline__ Convolution(const Columns& arrays, Shared& memory, const Batch& batch, const Place& place, int key_head)
-        : arrays(arrays), shared(reinterpret_cast<Convolved<DIM, WIDTH>&>(memory)), x(arrays.x + place.item * arrays.x_batch),
+        : arrays(&arrays), shared(reinterpret_cast<Convolved<DIM, WIDTH, TILE>*>(&memory)), x(arrays.x + place.item * arrays.x_batch),
           last(static_cast<int>(batch.tokens) - 1)
     {
         along = static_cast<int>(threadIdx.x) * 2 * PAIRS;
@@ -223,14 +233,17 @@ struct Convolution {
         const int unit = static_cast<int>(threadIdx.x) - (THREADS - VALUE_THREADS);
         value_pair = unit % VALUE_PAIRS;
         turn = unit / VALUE_PAIRS;
-        value_channel = (2 * key_heads + place.head) * DIM + place.tile * RECORD_TILE + 2 * value_pair;
-        load_tokens(0);
+        value_channel = (2 * key_heads + place.head) * DIM + place.tile * TILE + 2 * value_pair;
+    }
+
+    __device__ __forceinline__ void load_weights()
+    {
         if (takes_part())
 #pragma unroll
             for (int i = 0; i < PAIRS; i++)
-                taps[i] = __ldg(reinterpret_cast<const Bytes16*>(arrays.weight + TAPS * channel) + i);
+                taps[i] = __ldg(reinterpret_cast<const Bytes16*>(arrays->weight + TAPS * channel) + i);
         if (takes_values())
-            value_taps = __ldg(reinterpret_cast<const Bytes16*>(arrays.weight + TAPS * value_channel));
+            value_taps = __ldg(reinterpret_cast<const Bytes16*>(arrays->weight + TAPS * value_channel));
     }
 
     static __device__ __forceinline__ bool takes_part()
@@ -247,53 +260,51 @@ struct Convolution {
     __device__ __forceinline__ void load_tokens(int first)
     {
         if (takes_part()) {
-            const Bits* at = x + first * arrays.x_token + channel;
+            const Bits* at = x + first * arrays->x_token + channel;
 #pragma unroll
             for (int t = 0; t < SHORT; t++) {
                 load_pairs(window[PAST + t], at);
                 if (first + t < last)
-                    at += arrays.x_token;
+                    at += arrays->x_token;
             }
         }
         if (takes_values()) {
-            const Bits* at = x + max(0, min(first + turn - PAST, last)) * arrays.x_token + value_channel;
+            const Bits* at = x + max(0, min(first + turn - PAST, last)) * arrays->x_token + value_channel;
 #pragma unroll
             for (int i = 0; i < TAPS; i++) {
                 const int t = first + turn + i - PAST;
                 if (t >= 0)
                     value_window[i] = __ldg(reinterpret_cast<const Bytes4*>(at));
                 if (t >= 0 && t < last)
-                    at += arrays.x_token;
+                    at += arrays->x_token;
             }
         }
     }
 
     __device__ __forceinline__ void load_history(int64 slot)
     {
-        const Bits* past = arrays.past + slot * arrays.slot_stride;
+        const Bits* past = arrays->past + slot * arrays->slot_stride;
         if (takes_part())
 #pragma unroll
             for (int i = 0; i < PAST; i++)
-                load_pairs(window[i], past + i * arrays.channels + channel);
+                load_pairs(window[i], past + i * arrays->channels + channel);
         if (takes_values())
 #pragma unroll
             for (int i = 0; i < PAST; i++)
                 if (turn + i < PAST)
-                    value_window[i] = __ldg(reinterpret_cast<const Bytes4*>(past + (turn + i) * arrays.channels + value_channel));
+                    value_window[i] = __ldg(reinterpret_cast<const Bytes4*>(past + (turn + i) * arrays->channels + value_channel));
     }
 
-    // Let the L2 fetch the histories of the block's channels that the next call will want; keys and queries are left to one block.
-    __device__ __forceinline__ void fetch_next(int64 slot, bool has_keys) const
+    // Let the L2 fetch the histories of the block's channels, so many elements from where they are; keys and queries only if it `has_keys`.
+    __device__ __forceinline__ void fetch(int64 slot, int64 apart, bool has_keys) const
     {
-        if (!arrays.prefetch)
-            return;
-        const Bits* next = arrays.past + slot * arrays.slot_stride + arrays.prefetch;
+        const Bits* next = arrays->past + slot * arrays->slot_stride + apart;
         if (has_keys && takes_part())
 #pragma unroll
             for (int i = 0; i < PAST; i++)
-                fetch(next + i * arrays.channels + channel);
+                fetch_line(next + i * arrays->channels + channel);
         if (takes_values() && turn < PAST)
-            fetch(next + turn * arrays.channels + value_channel);
+            fetch_line(next + turn * arrays->channels + value_channel);
     }
 
     // Convolve into shared memory and log the raw columns; those of keys and queries are left to one block. All threads of the block come here.
@@ -310,19 +321,19 @@ struct Convolution {
                 load_tokens(first);
             }
             // Raw columns are here before the history is.
-            Bits* logged = arrays.log + (entry + first) * arrays.channels;
+            Bits* logged = arrays->log + (entry + first) * arrays->channels;
             if (has_keys && takes_part())
 #pragma unroll
                 for (int t = 0; t < SHORT; t++)
                     if (first + t < tokens)
-                        store_pairs(logged + t * arrays.channels + channel, window[PAST + t]);
+                        store_pairs(logged + t * arrays->channels + channel, window[PAST + t]);
             if (takes_values() && first + turn < tokens)
-                *reinterpret_cast<Bytes4*>(logged + turn * arrays.channels + value_channel) = value_window[PAST];
+                *reinterpret_cast<Bytes4*>(logged + turn * arrays->channels + value_channel) = value_window[PAST];
             if (takes_values())
-                reinterpret_cast<Bytes4*>(shared.values[first + turn])[value_pair] =
+                reinterpret_cast<Bytes4*>(shared->values[first + turn])[value_pair] =
                     Pair::output(value_taps, Pair(value_window[0]), Pair(value_window[1]), Pair(value_window[2]), Pair(value_window[3]));
             if (takes_part()) {
-                Bits* rows = shared.vectors[along / DIM * WIDTH + first] + along % DIM;
+                Bits* rows = shared->vectors[along / DIM * WIDTH + first] + along % DIM;
                 // The last token of four needs no history.
 #pragma unroll
                 for (int t = SHORT - 1; t >= 0; t--) {
@@ -346,14 +357,14 @@ struct Convolution {
         for (int t = threadIdx.x / 32; t < tokens; t += WARPS)
             if (lane < DIM / 8)
                 reinterpret_cast<Bytes16*>(log.k + ((entry + t) * log.key_heads + key_head) * DIM)[lane] =
-                    reinterpret_cast<const Bytes16*>(shared.vectors[t])[lane];
+                    reinterpret_cast<const Bytes16*>(shared->vectors[t])[lane];
     }
 
     // As in `Given`.
     __device__ __forceinline__ const uint2* columns_at(int first) const
     {
         const int lane = threadIdx.x % 32;
-        return reinterpret_cast<const uint2*>(shared.vectors[lane / 16 * WIDTH + first + lane / 4 % 4]) + lane % RECORD_LANES;
+        return reinterpret_cast<const uint2*>(shared->vectors[lane / 16 * WIDTH + first + lane / 4 % 4]) + lane % RECORD_LANES;
     }
 
     static __device__ __forceinline__ uint2 load(const uint2* from)
@@ -363,7 +374,7 @@ struct Convolution {
 
     __device__ __forceinline__ Bits value(int t, int row) const
     {
-        return shared.values[t][row];
+        return shared->values[t][row];
     }
 };
 
@@ -620,27 +631,53 @@ __device__ __forceinline__ void solve_long(const Scratch<WIDTH>& scratch, const 
     }
 }
 
-// `before` is for what comes in front of a verification.
-template <int WIDTH, int WARPS, class Before>
-struct RecordMemory {
-    Before before;
-    Scratch<WIDTH> scratch[WARPS];
+template <bool is_there, class Type>
+struct If {
+    using type = Type;
 };
 
-using ReplayMemory = Tokens<128, RECORD_WARPS, RECORD_TILE, false>;
+template <class Type>
+struct If<false, Type> {
+    using type = Nothing;
+};
+
+// Shared memory of a verification by blocks of WARPS warps with ROWS rows a lane, behind a replay or a convolution or neither.
+template <int TOKENS, int WARPS, int ROWS, bool folds, bool convolves>
+struct RecordMemory {
+    static constexpr int TILE = tile_of(WARPS, ROWS);
+    typename If<folds, Tokens<128, WARPS, TILE, false>>::type replayed;
+    typename If<convolves, Convolved<128, TOKENS, TILE>>::type convolved;
+    Scratch<TOKENS> scratch[WARPS];
+};
+
+template <int DIM, int WIDTH, int WARPS, int TILE, bool convolves>
+struct InputsOf {
+    using type = Given<DIM>;
+};
+
+template <int DIM, int WIDTH, int WARPS, int TILE>
+struct InputsOf<DIM, WIDTH, WARPS, TILE, true> {
+    using type = Convolution<DIM, WIDTH, WARPS, TILE>;
+};
 
 // Verification of up to WIDTH tokens with tensor cores: all products with the state are independent of each other, and tokens meet in
 // triangular systems of T equations (the WY form), so that the chain is that of one token. With a previous log the state is first taken past
 // its accepted tokens and stored. A warp needs no other; only a replay or a convolution in front does.
-template <int DIM, bool folds, int WIDTH, int WARPS, int ROWS, class Inputs, class Before>
+// What is settled is read before the kernel in front has ended.
+template <int DIM, bool settled, int WIDTH, int WARPS, int ROWS, bool folds, bool convolves>
 __device__ __forceinline__ void record(
-    RecordMemory<WIDTH, WARPS, Before>& memory, const Batch& batch, const typename Inputs::Arrays& arrays, const States& states,
+    RecordMemory<WIDTH, WARPS, ROWS, folds, convolves>& memory, const Batch& batch, const Columns& arrays, const States& states,
     const void* source, const void* valid, const Log& log, const Log& previous, const void* accepted, float scale, int64 flags, int64* signal)
 {
-    const Place<DIM, WARPS, ROWS, RECORD_LANES> place(blockIdx.x, static_cast<unsigned>(batch.heads));
+    constexpr int TILE = tile_of(WARPS, ROWS);
+    using Inputs = typename InputsOf<DIM, WIDTH, WARPS, TILE, convolves>::type;
+    Place<DIM, WARPS, ROWS, RECORD_LANES> place(blockIdx.x, static_cast<unsigned>(batch.heads));
     const Groups groups{static_cast<unsigned>(static_cast<uint64>(flags) >> 32)};
     const int key_head = groups.key_head(place.head);
-    wait_for_predecessor();
+    if constexpr (!settled) {
+        wait_for_predecessor();
+        release_successor();
+    }
     // Everything is on its way before anything is waited for; first what more loads depend on.
     const Id slot(source, id_bytes_of(flags, WIDE_SLOTS), place.item), limit(valid, id_bytes_of(flags, WIDE_VALID), place.item),
         count_of_previous(accepted, id_bytes_of(flags, WIDE_ACCEPTED), place.item);
@@ -654,12 +691,7 @@ __device__ __forceinline__ void record(
     // Sums in the same order in every kernel for so many tokens, and so the same bits.
     constexpr int CHAINS = WIDTH > SHORT ? 1 : 2;
     uint2 columns[DIM / 16];
-    typename Inputs::Shared* shared = nullptr;
-    if constexpr (Inputs::convolves)
-        shared = &memory.before;
-    Inputs inputs(arrays, *shared, batch, place, key_head);
-    if constexpr (!Inputs::convolves)
-        load_columns(columns, inputs, 0);
+    Inputs inputs(arrays, memory.convolved, batch, place, key_head);
     // Values of the lane's own token.
     Bits own[ROWS];
     const auto load_own = [&] {
@@ -667,58 +699,109 @@ __device__ __forceinline__ void record(
         for (int r = 0; r < ROWS; r++)
             own[r] = inputs.value(turn, row + place.groups * r);
     };
-    if constexpr (!Inputs::convolves && !reads_again)
-        load_own();
     float g = 0.0f, beta = 0.0f;
-    if (lane < batch.tokens) {
-        g = __ldg(batch.g + place.item * batch.g_batch + lane * batch.g_token + place.head);
-        beta = __ldg(batch.beta + place.item * batch.beta_batch + lane * batch.beta_token + place.head);
-    }
+    const auto load_tokens = [&] {
+        inputs.load_tokens(0);
+        if constexpr (!settled)
+            inputs.load_weights();
+        if constexpr (!convolves)
+            load_columns(columns, inputs, 0);
+        if constexpr (!convolves && !reads_again)
+            load_own();
+        if (lane < batch.tokens) {
+            g = __ldg(batch.g + place.item * batch.g_batch + lane * batch.g_token + place.head);
+            beta = __ldg(batch.beta + place.item * batch.beta_batch + lane * batch.beta_token + place.head);
+        }
+    };
+    // Registers do not suffice for a state beside the windows of a long convolution.
+    constexpr bool loads_late = convolves && WIDTH > SHORT;
+    // A replay needs the registers of a convolution: then the L2 fetches what that needs, and it is loaded after.
+    constexpr bool folds_early = folds && !loads_late && (settled || convolves);
+    if constexpr (!settled && !(folds_early && convolves))
+        load_tokens();
+    if constexpr (settled && !folds)
+        inputs.load_weights();
     const Verification found{
         slot.value(id_bytes_of(flags, WIDE_SLOTS)), count_of_previous.value(id_bytes_of(flags, WIDE_ACCEPTED)),
         tokens_of(batch, valid ? limit.value(id_bytes_of(flags, WIDE_VALID)) : batch.tokens)};
-    if (!found.is_usable(place, states.slots, accepted, previous.width, signal))
-        return clear_outputs(batch, place, 0);
+    if (!found.is_usable(states.slots, accepted, previous.width)) {
+        if constexpr (settled)
+            wait_for_predecessor();
+        return found.skip(batch, place, signal);
+    }
     const int tokens = found.tokens;
-    if constexpr (Inputs::convolves)
+    if constexpr (folds_early && convolves)
+        inputs.fetch(found.slot, 0, true);
+    else
         inputs.load_history(found.slot);
-    const int64 at = found.slot * states.slot_stride + place.state();
+    int64 at = found.slot * states.slot_stride + place.state();
     float4 state[ROWS][DIM / 16];
-    // Registers do not suffice for a state beside the windows of a long convolution.
-    constexpr bool loads_late = Inputs::convolves && WIDTH > SHORT;
     if constexpr (!loads_late)
         states.load<DIM, RECORD_LANES>(state, at);
     states.fetch_next<DIM>(found.slot * states.slot_stride + place.block_state(), place.rows);
-    Part<DIM, RECORD_TILE, false> part{};
-    if constexpr (folds) {
+    Part<DIM, TILE, false> part{};
+    const auto load_part = [&] {
         if (threadIdx.x / 16 < found.m)
             part.load(source_of<DIM>(previous, place, place.item, threadIdx.x / 16));
+    };
+    if constexpr (folds && !loads_late)
+        load_part();
+    const auto fold = [&] {
+        auto& prepared = reinterpret_cast<Tokens<DIM, WARPS, TILE, false>&>(memory.replayed);
+        replay<DIM>(state, prepared, part, previous, place, place.item, static_cast<int>(found.m), normalize, states.are_bfloat16);
+    };
+    if constexpr (folds_early) {
+        fold();
+        if constexpr (convolves) {
+            place.forget();
+            inputs = Inputs(arrays, memory.convolved, batch, place, groups.key_head(place.head));
+            inputs.load_weights();
+            inputs.load_history(found.slot);
+        }
+    }
+    if constexpr (settled) {
+        wait_for_predecessor();
+        release_successor();
+    }
+    if constexpr (settled || (folds_early && convolves))
+        load_tokens();
+    if constexpr (folds)
         if (batch.items > 1 && is_taken(source, source, id_bytes_of(flags, WIDE_SLOTS), batch.items, 1, false, states.slots, place.item, found.slot)) {
             if (place.is_first())
                 count(signal, OCCUPIED);
             return clear_outputs(batch, place, 0);
         }
-    }
+    if constexpr (folds_early)
+        if (found.m > 0)
+            states.store<DIM, RECORD_LANES>(state, at);
 
     const int64 entry = place.item * log.width;
     const bool has_keys = place.tile == 0 && groups.is_first(place.head);
     if (place.tile == 0 && threadIdx.x < tokens)
         log.gates[(entry + lane) * log.heads + place.head] = make_float2(g, beta);
-    if constexpr (Inputs::convolves)
-        inputs.fetch_next(found.slot, has_keys);
+    // What the next call will want of keys and queries is left to one block.
+    if constexpr (convolves)
+        if (arrays.prefetch)
+            inputs.fetch(found.slot, arrays.prefetch, has_keys);
     // Where registers suffice, the gates are done with before the columns are there.
     constexpr bool weighs_early = WIDTH == SHORT && ROWS == 1;
     Weights early;
     if constexpr (weighs_early)
         early = Weights(sum_gates<WIDTH>(g), beta, 0, 0, scale);
-    if constexpr (Inputs::convolves) {
+    if constexpr (convolves) {
         inputs.convolve(entry, tokens, has_keys);
         if (WIDTH > SHORT && has_keys)
             inputs.log_keys(log, entry, key_head, tokens);
         load_columns(columns, inputs, 0);
     }
-    if constexpr (loads_late)
+    if constexpr (loads_late) {
+        // The slot is read again: it is one register too many beside the windows.
+        place.forget();
+        at = load_id(source, id_bytes_of(flags, WIDE_SLOTS), place.item) * states.slot_stride + place.state();
         states.load<DIM, RECORD_LANES>(state, at);
+        if constexpr (folds)
+            load_part();
+    }
     const float gates = weighs_early ? 0.0f : sum_gates<WIDTH>(g);
     const auto weights_of = [&](int of, int with) { return weighs_early ? early : Weights(gates, beta, of, with, scale); };
     const auto log_keys = [&](int first) {
@@ -741,7 +824,7 @@ __device__ __forceinline__ void record(
         if (WIDTH > SHORT && first > 0)
             load_columns(columns, inputs, first);
         // With few tokens the coefficients come first: somebody waits for them.
-        if (!Inputs::convolves && WIDTH > SHORT)
+        if (!convolves && WIDTH > SHORT)
             log_keys(first);
         float row_scale;
         make_coefficients<Inputs, CHAINS, false>(scratch, columns, first, nullptr, first, weights_of, normalize, row_scale);
@@ -752,24 +835,23 @@ __device__ __forceinline__ void record(
                 make_coefficients<Inputs, CHAINS, true>(
                     scratch, columns, first, inputs.columns_at(other), other, weights_of, normalize, row_scale);
         }
-        if (!Inputs::convolves && WIDTH == SHORT)
+        if (!convolves && WIDTH == SHORT)
             log_keys(first);
     }
-    if constexpr (Inputs::convolves && WIDTH == SHORT)
+    if constexpr (convolves && WIDTH == SHORT)
         if (has_keys)
             inputs.log_keys(log, entry, key_head, tokens);
     __syncwarp();
-    if constexpr (folds)
+    if constexpr (folds && !folds_early)
         if (found.m > 0) {
-            auto& prepared = reinterpret_cast<Tokens<DIM, RECORD_WARPS, RECORD_TILE, false>&>(memory.before);
-            replay<DIM>(state, prepared, part, previous, place, place.item, static_cast<int>(found.m), normalize, states.are_bfloat16);
+            fold();
             states.store<DIM, RECORD_LANES>(state, at);
         }
     const int64 stride = batch.heads * DIM;
     const auto logged_values = [&] { return log.v + (place.item * log.width * log.heads + place.head) * DIM + place.tile * place.rows; };
     const auto outputs = [&] { return batch.out + batch.output(place.item, 0, place.head, DIM) + place.tile * place.rows; };
     if constexpr (WIDTH == SHORT) {
-        if constexpr (Inputs::convolves || reads_again)
+        if constexpr (convolves || reads_again)
             load_own();
         float values[ROWS], products[4];
 #pragma unroll
@@ -781,7 +863,6 @@ __device__ __forceinline__ void record(
         if (reads_again)
             load_columns(columns, inputs, 0);
         multiply_state<DIM>(products, state, columns);
-        release_successor();
         solve_short(scratch, values, products, tokens, outputs() + row, stride);
     } else {
         const int own_row = row - lane / RECORD_LANES + lane % LONG_ROWS;
@@ -795,7 +876,6 @@ __device__ __forceinline__ void record(
             for (int r = 0; r < ROWS; r++)
                 *reinterpret_cast<float2*>(&scratch.along[lane / 4 + 8 * r][column]) = make_float2(products[2 * r], products[2 * r + 1]);
         }
-        release_successor();
         __syncwarp();
         Bits values[WIDTH];
 #pragma unroll
@@ -810,6 +890,23 @@ __device__ __forceinline__ void record(
     }
     if (tokens < batch.tokens)
         clear_outputs(batch, place, tokens);
+}
+
+// `record` by the kernel that the memory belongs to. The way of what is settled is there for few tokens of large heads: elsewhere it is not worth
+// the code.
+template <int WIDTH, int WARPS, int ROWS, bool folds, bool convolves>
+__device__ __forceinline__ void verify(
+    RecordMemory<WIDTH, WARPS, ROWS, folds, convolves>& memory, const Batch& batch, const Columns& columns, const States& states,
+    const void* source, const void* valid, const Log& log, const Log& previous, const void* accepted, float scale, int64 dim, int64 flags,
+    int64* signal)
+{
+    constexpr bool has_settled = WIDTH == SHORT;
+    if (dim == 128 && !(has_settled && flags & SETTLED))
+        record<128, false>(memory, batch, columns, states, source, valid, log, previous, accepted, scale, flags, signal);
+    else if (has_settled && dim == 128)
+        record<128, has_settled>(memory, batch, columns, states, source, valid, log, previous, accepted, scale, flags, signal);
+    else
+        record<64, false>(memory, batch, columns, states, source, valid, log, previous, accepted, scale, flags, signal);
 }
 
 struct ExactMemory {
@@ -828,9 +925,9 @@ __device__ __forceinline__ void record_exactly(
     const Verification found{
         load_id(source, id_bytes, place.item), accepted ? load_id(accepted, accepted_bytes, place.item) : 0,
         tokens_of(batch, valid ? load_id(valid, valid_bytes, place.item) : batch.tokens)};
-    if (!found.is_usable(place, states.slots, accepted, previous.width, signal))
-        return clear_outputs(batch, place, 0);
-    const int64 at = found.slot * states.slot_stride + place.state();
+    if (!found.is_usable(states.slots, accepted, previous.width))
+        return found.skip(batch, place, signal);
+    int64 at = found.slot * states.slot_stride + place.state();
     float4 state[ROWS][DIM / 4 / LANES];
     states.load<DIM, LANES>(state, at);
     states.fetch_next<DIM>(found.slot * states.slot_stride + place.block_state(), place.rows);

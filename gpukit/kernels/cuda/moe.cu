@@ -11,15 +11,14 @@ constexpr int SCORE_PARTS = 4;
 constexpr int SCORE_STAGES = 4;
 constexpr int SELECT_WARPS = 16;
 constexpr int GATE_WARPS = 4;
-constexpr int DOWN_WARPS = 16;
+constexpr int DOWN_WARPS = 12;
 constexpr int TILE = 16;
 // Octs of activations that are on their way, from the L1: a step or two.
 constexpr int OCTS_AHEAD = 2;
-
-__device__ __forceinline__ void prefetch_line(const char* address)
-{
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
-}
+// Lines that a lane asks for at once: all of a unit of the usual sizes.
+constexpr int TOUCHED = 4;
+// Bytes that come into the L2 together, if no more are asked for.
+constexpr int SECTORS = 64;
 
 // Scores: parts[part][token][expert], in rows of `row` floats.
 extern "C" __global__ void __launch_bounds__(SCORE_WARPS * 32) gpukit_scores(
@@ -334,16 +333,10 @@ struct Place {
 };
 
 // Ask for a line of 128 bytes: it comes to the L1, and nothing waits for it. A load into a register that nobody reads would be left out by the
-// compiler, so a word of the line is copied to where nobody looks.
+// compiler, so a word of the line is copied to where nobody looks, and where no other copy is on its way to.
 __device__ __forceinline__ void copy_word_later(unsigned* to, const char* from)
 {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(to))), "l"(from) : "memory");
-}
-
-__device__ __forceinline__ void touch_line(const char* address)
-{
-    __shared__ unsigned ignored[DOWN_WARPS * 32];
-    copy_word_later(ignored + threadIdx.x, address);
 }
 
 // The threads of all blocks bring `bytes` into the L2.
@@ -417,18 +410,52 @@ __device__ __forceinline__ void touch(const Work& work, const Place& place)
     // From the first lane's on: nothing past the row's end may be touched.
     const char* from = reinterpret_cast<const char*>(work.activations(place.route()) - quad * (Work::STEP_LENGTH / 4) * Work::OCTS);
 #pragma unroll 1
-    for (int at = 128 * quad; at < work.activation_bytes; at += 512)
-        touch_line(from + at);
+    for (int first = 128 * quad; first < work.activation_bytes; first += 512 * TOUCHED) {
+        // Those of the unit before arrived long ago: it has read the lines.
+        wait_for_copies();
+#pragma unroll
+        for (int i = 0; i < TOUCHED; i++)
+            if (first + 512 * i < work.activation_bytes)
+                copy_word_later(work.ignored + i * Work::THREADS + threadIdx.x, from + first + 512 * i);
+    }
 }
 
-// A warp's way through its units: `Work` says where a unit's weights and activations are and what becomes of its sums.
-template <typename Format, int STAGES, typename Work>
+// sums += a step of 16 rows times the tokens.
+template <typename Format, typename Activations>
+__device__ __forceinline__ void multiply_step(
+    float (&sums)[4], const typename Format::Raw& upper, const typename Format::Raw& lower, const Activations& taken)
+{
+    float products[4] = {};
+    float(&target)[4] = Format::HAS_SCALE ? products : sums;
+#pragma unroll
+    for (int oct = 0; oct < Format::OCTS; oct++) {
+        unsigned one[4], other[4], terms[Activations::TERMS][4];
+        Format::expand(upper, oct, one);
+        Format::expand(lower, oct, other);
+        taken.expand(oct, terms);
+#pragma unroll
+        for (int term = 0; term < Activations::TERMS; term++)
+            multiply_oct(target, one, other, terms[term]);
+    }
+    if (Format::HAS_SCALE) {
+        const float of_upper = Format::scale(upper), of_lower = Format::scale(lower);
+        sums[0] = fmaf(of_upper, products[0], sums[0]);
+        sums[1] = fmaf(of_upper, products[1], sums[1]);
+        sums[2] = fmaf(of_lower, products[2], sums[2]);
+        sums[3] = fmaf(of_lower, products[3], sums[3]);
+    }
+}
+
+// A warp's way through its units: `Work` says where a unit's weights and activations are and what becomes of its sums. With STEPS known, a unit is
+// a straight line of instructions, in which the compiler tells loads apart: each step waits for its own, and STAGES of them are always on their
+// way, the next unit's behind this one's. With 0 they are any number: the compiler has one scoreboard for loads across branches, so that whoever
+// waits for one of them waits for all, and they are loaded in turns.
+template <typename Format, int STAGES, int STEPS, typename Work>
 __device__ __forceinline__ void stream(Work& work, int unit, int apart, int units)
 {
-    if (unit >= units)
-        return;
     constexpr int AHEAD = OCTS_AHEAD / Format::OCTS;
-    const int quad = threadIdx.x & 3, line = (threadIdx.x & 31) >> 2, steps = work.own_steps;
+    using Activations = typename Work::template Activations<Format>;
+    const int quad = threadIdx.x & 3, line = (threadIdx.x & 31) >> 2, steps = STEPS ? STEPS : work.own_steps;
     typename Format::Raw held[STAGES][2];
     Place place = work.place(unit);
     const CachePolicy first_policy = place.policy();
@@ -444,52 +471,51 @@ __device__ __forceinline__ void stream(Work& work, int unit, int apart, int unit
     while (true) {
         const bool is_there = line < place.count();
         const Bytes16* activations = work.activations(place.route());
-        typename Work::template Activations<Format> taken[AHEAD];
-#pragma unroll
-        for (int i = 0; i < AHEAD; i++)
-            taken[i].load(activations + i * Work::STEP_LENGTH * Format::OCTS, is_there && i < steps);
         const bool is_last = unit + apart >= units;
         const Place next = is_last ? place : work.place(unit + apart);
         if (!is_last)
             touch(work, next);
+        Activations taken[AHEAD];
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++)
+            taken[i].load(activations + i * Work::STEP_LENGTH * Format::OCTS, is_there && i < steps);
         float sums[4] = {};
+        if constexpr (STEPS > 0) {
+            const CachePolicy policy = place.policy(), next_policy = next.policy();
+#pragma unroll
+            for (int step = 0; step < STEPS; step++) {
+                const int stage = step % STAGES, later = step + STAGES;
+                multiply_step<Format>(sums, held[stage][0], held[stage][1], taken[step % AHEAD]);
+                if (step + AHEAD < STEPS)
+                    taken[step % AHEAD].load(activations + (step + AHEAD) * Work::STEP_LENGTH * Format::OCTS, is_there);
+                // Behind the last unit its own first steps once more: they are at hand, and a branch would cost more.
+                const Place& of = later < STEPS ? place : next;
+                const int at = later < STEPS ? later : (later - STEPS) % STAGES;
+                Format::load(held[stage][0], work.bank, of.upper + at, quad, later < STEPS ? policy : next_policy);
+                Format::load(held[stage][1], work.bank, of.lower + at, quad, later < STEPS ? policy : next_policy);
+            }
+        } else {
 #pragma unroll 1
-        for (int from = 0; from < steps; from += STAGES) {
-            // What comes into the place of a stage: the unit's next steps, or the next unit's first.
-            const bool is_end = from + STAGES >= steps;
-            const int upper = is_end ? next.upper : place.upper + from + STAGES, lower = is_end ? next.lower : place.lower + from + STAGES;
-            const int left = is_end ? (is_last ? 0 : steps) : steps - from - STAGES;
-            const CachePolicy policy = (is_end ? next : place).policy();
+            for (int from = 0; from < steps; from += STAGES) {
+                // What comes into the place of a stage: the unit's next steps, or the next unit's first.
+                const bool is_end = from + STAGES >= steps;
+                const int upper = is_end ? next.upper : place.upper + from + STAGES, lower = is_end ? next.lower : place.lower + from + STAGES;
+                const int left = is_end ? (is_last ? 0 : steps) : steps - from - STAGES;
+                const CachePolicy policy = (is_end ? next : place).policy();
 #pragma unroll
-            for (int stage = 0; stage < STAGES; stage++) {
-                if (from + stage < steps) {
-                    float products[4] = {};
-                    float(&target)[4] = Format::HAS_SCALE ? products : sums;
-#pragma unroll
-                    for (int oct = 0; oct < Format::OCTS; oct++) {
-                        unsigned one[4], other[4], terms[Work::template Activations<Format>::TERMS][4];
-                        Format::expand(held[stage][0], oct, one);
-                        Format::expand(held[stage][1], oct, other);
-                        taken[stage % AHEAD].expand(oct, terms);
-#pragma unroll
-                        for (int term = 0; term < Work::template Activations<Format>::TERMS; term++)
-                            multiply_oct(target, one, other, terms[term]);
+                for (int stage = 0; stage < STAGES; stage++)
+                    if (from + stage < steps) {
+                        multiply_step<Format>(sums, held[stage][0], held[stage][1], taken[stage % AHEAD]);
+                        const int step = from + stage + AHEAD;
+                        if (step < steps)
+                            taken[stage % AHEAD].load(activations + step * Work::STEP_LENGTH * Format::OCTS, is_there);
                     }
-                    if (Format::HAS_SCALE) {
-                        const float of_upper = Format::scale(held[stage][0]), of_lower = Format::scale(held[stage][1]);
-                        sums[0] = fmaf(of_upper, products[0], sums[0]);
-                        sums[1] = fmaf(of_upper, products[1], sums[1]);
-                        sums[2] = fmaf(of_lower, products[2], sums[2]);
-                        sums[3] = fmaf(of_lower, products[3], sums[3]);
+#pragma unroll
+                for (int stage = 0; stage < STAGES; stage++)
+                    if (stage < left) {
+                        Format::load(held[stage][0], work.bank, upper + stage, quad, policy);
+                        Format::load(held[stage][1], work.bank, lower + stage, quad, policy);
                     }
-                    const int step = from + stage + AHEAD;
-                    if (step < steps)
-                        taken[stage % AHEAD].load(activations + step * Work::STEP_LENGTH * Format::OCTS, is_there);
-                }
-                if (stage < left) {
-                    Format::load(held[stage][0], work.bank, upper + stage, quad, policy);
-                    Format::load(held[stage][1], work.bank, lower + stage, quad, policy);
-                }
             }
         }
         work.finish(place, sums);
@@ -498,6 +524,22 @@ __device__ __forceinline__ void stream(Work& work, int unit, int apart, int unit
         place = next;
         unit += apart;
     }
+}
+
+// Elements of a row that a warp takes in the geometries that this is tuned for: 2,048 by four warps, or 512.
+constexpr int KNOWN_LENGTH = 512;
+
+template <typename Format, int STAGES, typename Work>
+__device__ __forceinline__ void stream(Work& work, int unit, int apart, int units)
+{
+    if (unit >= units)
+        return;
+#if __CUDA_ARCH__ == 900
+    // Elsewhere registers do not suffice, or nobody has measured it.
+    if (work.own_steps == KNOWN_LENGTH / Format::STEP)
+        return stream<Format, STAGES, KNOWN_LENGTH / Format::STEP>(work, unit, apart, units);
+#endif
+    stream<Format, STAGES, 0>(work, unit, apart, units);
 }
 
 // The first of a range of units, counted from `first` on, that is this block's or warp's: unit u belongs to number u % all.
@@ -527,15 +569,17 @@ struct GateUpWork {
     template <typename Own>
     using Activations = FromBf16<Own>;
     // Accesses of 16 bytes in a step, an oct of each lane being one.
-    static constexpr int STEP_LENGTH = 4, OCTS = Format::OCTS;
+    static constexpr int STEP_LENGTH = 4, OCTS = Format::OCTS, THREADS = 32 * GATE_WARPS;
     const GateUp& call;
     Bank bank;
     const Segment* segments;
     float (*partial)[GATE_WARPS][TILE][COLUMNS];
+    unsigned* ignored;
     int tiles, all_steps, begin, own_steps, activation_bytes, parity;
 
-    __device__ __forceinline__ GateUpWork(const GateUp& call, const Bank& bank, const Segment* segments, float (*partial)[GATE_WARPS][TILE][COLUMNS])
-        : call(call), bank(bank), segments(segments), partial(partial)
+    __device__ __forceinline__ GateUpWork(
+        const GateUp& call, const Bank& bank, const Segment* segments, float (*partial)[GATE_WARPS][TILE][COLUMNS], unsigned* ignored)
+        : call(call), bank(bank), segments(segments), partial(partial), ignored(ignored)
     {
         const int warp = threadIdx.x >> 5;
         tiles = static_cast<int>(call.width) / 8;
@@ -591,6 +635,7 @@ template <typename Format, int STAGES, bool HAS_OTHER>
 __device__ __forceinline__ void run_gate_up(const GateUp& call, const Bank& bank, const Bank& shared, bool is_shared_other)
 {
     __shared__ float partial[2][GATE_WARPS][TILE][COLUMNS];
+    __shared__ unsigned ignored[TOUCHED * GATE_WARPS * 32];
     prefetch_all(shared.base, call.shared_bytes);
     prefetch_all(call.ahead, call.ahead_bytes);
     // Released only after the wait: the next launch counts on the groups' being there.
@@ -600,14 +645,14 @@ __device__ __forceinline__ void run_gate_up(const GateUp& call, const Bank& bank
     const int shared_units = call.groups->shared_segments * tiles, units = call.groups->segments * tiles - shared_units;
     const Segment* segments = call.groups->each;
     if (HAS_OTHER && is_shared_other) {
-        GateUpWork<Wide> work(call, shared, segments, partial);
+        GateUpWork<Wide> work(call, shared, segments, partial, ignored);
         stream<Wide, STAGES>(work, own, all, shared_units);
     } else {
-        GateUpWork<Format> work(call, shared, segments, partial);
+        GateUpWork<Format> work(call, shared, segments, partial, ignored);
         stream<Format, STAGES>(work, own, all, shared_units);
     }
     __syncthreads();
-    GateUpWork<Format> work(call, bank, segments + call.groups->shared_segments, partial);
+    GateUpWork<Format> work(call, bank, segments + call.groups->shared_segments, partial, ignored);
     stream<Format, STAGES>(work, first_unit(own, all, shared_units), all, units);
     wait_for_copies();
 }
@@ -631,15 +676,17 @@ template <typename Format>
 struct DownWork {
     template <typename Own>
     using Activations = FromFloat<Own>;
-    static constexpr int STEP_LENGTH = 8, OCTS = Format::OCTS;
+    static constexpr int STEP_LENGTH = 8, OCTS = Format::OCTS, THREADS = 32 * DOWN_WARPS;
     const Down& call;
     Bank bank;
     const Segment* segments;
     float (*sums_of_paths)[TILE];
+    unsigned* ignored;
     int own_steps, activation_bytes;
 
-    __device__ __forceinline__ DownWork(const Down& call, const Bank& bank, const Segment* segments, float (*sums_of_paths)[TILE])
-        : call(call), bank(bank), segments(segments), sums_of_paths(sums_of_paths)
+    __device__ __forceinline__ DownWork(
+        const Down& call, const Bank& bank, const Segment* segments, float (*sums_of_paths)[TILE], unsigned* ignored)
+        : call(call), bank(bank), segments(segments), sums_of_paths(sums_of_paths), ignored(ignored)
     {
         own_steps = static_cast<int>(call.width) / Format::STEP;
         activation_bytes = static_cast<int>(call.width) * 4;
@@ -685,18 +732,19 @@ template <typename Format, int STAGES, bool HAS_OTHER>
 __device__ __forceinline__ void run_down(const Down& call, const Bank& bank, const Bank& shared, bool is_shared_other)
 {
     __shared__ float sums_of_paths[BATCH * (TOP + 1)][TILE];
+    __shared__ unsigned ignored[TOUCHED * DOWN_WARPS * 32];
     if (!call.are_groups_ready)
         wait_for_predecessor();
     const int own = threadIdx.x >> 5, shared_units = __ldcg(&call.groups->shared_segments), units = __ldcg(&call.groups->segments) - shared_units;
     const Segment* segments = call.groups->each;
     if (HAS_OTHER && is_shared_other) {
-        DownWork<Wide> work(call, shared, segments, sums_of_paths);
+        DownWork<Wide> work(call, shared, segments, sums_of_paths, ignored);
         stream<Wide, STAGES>(work, own, DOWN_WARPS, shared_units);
     } else {
-        DownWork<Format> work(call, shared, segments, sums_of_paths);
+        DownWork<Format> work(call, shared, segments, sums_of_paths, ignored);
         stream<Format, STAGES>(work, own, DOWN_WARPS, shared_units);
     }
-    DownWork<Format> work(call, bank, segments + shared_units, sums_of_paths);
+    DownWork<Format> work(call, bank, segments + shared_units, sums_of_paths, ignored);
     stream<Format, STAGES>(work, first_unit(own, DOWN_WARPS, shared_units), DOWN_WARPS, units);
     wait_for_copies();
     wait_for_predecessor();
@@ -743,9 +791,9 @@ __device__ __forceinline__ void run_down(const Down& call, const Bank& bank, con
     }
 
 // Stages: enough bytes on their way, within the registers that the blocks of a multiprocessor leave each other.
-MOE_KERNELS(bf16, Bf16, 8, 6, false, 4)
-MOE_KERNELS(fp8, Fp8, 4, 4, false, 4)
-MOE_KERNELS(q4, Split<4>, 8, 6, true, 4)
-MOE_KERNELS(q5, Split<5>, 6, 6, true, 4)
-MOE_KERNELS(q6, Split<6>, 6, 6, true, 4)
-MOE_KERNELS(w8, Wide, 8, 8, false, 4)
+MOE_KERNELS(bf16, Bf16, 8, 8, false, 3)
+MOE_KERNELS(fp8, Fp8, 4, 4, false, 3)
+MOE_KERNELS(q4, Split<4>, 8, 4, true, 3)
+MOE_KERNELS(q5, Split<5>, 8, 8, true, 3)
+MOE_KERNELS(q6, Split<6>, 8, 8, true, 3)
+MOE_KERNELS(w8, Wide, 8, 8, false, 3)

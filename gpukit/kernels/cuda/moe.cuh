@@ -67,6 +67,11 @@ __device__ __forceinline__ Bytes8 load_weights(const Bytes8* address, CachePolic
     return v;
 }
 
+__device__ __forceinline__ void prefetch_line(const char* address)
+{
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 // Lines that stay as long as any others.
 __device__ __forceinline__ CachePolicy policy_keep_normally()
 {
@@ -92,9 +97,10 @@ __device__ __forceinline__ void arrange(unsigned (&pairs)[4])
     pairs[3] = __byte_perm(c, d, 0x7632);
 }
 
-// A format: STEP elements of a row are taken at a time, OCTS octs a lane; `at` counts steps from the beginning of the bank.
+// A format: STEP elements of a row are taken at a time, STEP_BYTES of the base, OCTS octs a lane; `at` counts steps from the beginning of the bank.
+// `prefetch_rest` is for what is beside the base; two lanes share it.
 struct Bf16 {
-    static constexpr int STEP = 32, OCTS = 1, ORDER = STRAIGHT;
+    static constexpr int STEP = 32, STEP_BYTES = 64, OCTS = 1, ORDER = STRAIGHT;
     static constexpr bool HAS_SCALE = false;
     struct Raw {
         Bytes16 base;
@@ -104,6 +110,8 @@ struct Bf16 {
     {
         raw.base = load_weights(reinterpret_cast<const Bytes16*>(bank.base) + (4ll * at + quad), policy);
     }
+
+    static __device__ __forceinline__ void prefetch_rest(const Bank&, int, int) {}
 
     static __device__ __forceinline__ void expand(const Raw& raw, int, unsigned (&pairs)[4])
     {
@@ -121,7 +129,7 @@ struct Bf16 {
 
 // e4m3 with a float32 scale for 128 elements. As bits, the number is a bfloat16 whose exponent is 120 too small, even below the normal numbers.
 struct Fp8 {
-    static constexpr int STEP = 64, OCTS = 2, ORDER = BYTES;
+    static constexpr int STEP = 64, STEP_BYTES = 64, OCTS = 2, ORDER = BYTES;
     static constexpr bool HAS_SCALE = true;
     struct Raw {
         Bytes16 base;
@@ -132,6 +140,12 @@ struct Fp8 {
     {
         raw.base = load_weights(reinterpret_cast<const Bytes16*>(bank.base) + (4ll * at + quad), policy);
         raw.scale = __ldg(reinterpret_cast<const float*>(bank.scales) + (at >> 1));
+    }
+
+    static __device__ __forceinline__ void prefetch_rest(const Bank& bank, int at, int lane)
+    {
+        if (lane == 0)
+            prefetch_line(bank.scales + 4ll * (at >> 1));
     }
 
     static __device__ __forceinline__ unsigned pair(unsigned bytes)
@@ -157,7 +171,7 @@ struct Fp8 {
 // Four to six bits. Beside the exponent of 128 the bits of a code are a bfloat16 of 128 + code + 2^(BITS - 1), once the sign is turned over.
 template <int BITS>
 struct Split {
-    static constexpr int STEP = 64, OCTS = 2, ORDER = NIBBLES;
+    static constexpr int STEP = 64, STEP_BYTES = 32, OCTS = 2, ORDER = NIBBLES;
     static constexpr bool HAS_SCALE = true;
     struct Raw {
         Bytes8 base;
@@ -173,6 +187,14 @@ struct Split {
         if (BITS == 6)
             raw.high = __ldg(reinterpret_cast<const Bytes4*>(bank.high) + (4ll * at + quad));
         raw.scale = __ldg(reinterpret_cast<const Bytes2*>(bank.scales) + at);
+    }
+
+    static __device__ __forceinline__ void prefetch_rest(const Bank& bank, int at, int lane)
+    {
+        if (lane == 0)
+            prefetch_line(bank.scales + 2ll * at);
+        else if (BITS > 4)
+            prefetch_line(bank.high + (BITS - 4) * 8ll * at);
     }
 
     static __device__ __forceinline__ void expand(const Raw& raw, int oct, unsigned (&pairs)[4])
@@ -206,7 +228,7 @@ struct Split {
 
 // Eight bits are one too many beside an exponent: the lower seven, and 0 or 128 to be taken off, apart.
 struct Wide {
-    static constexpr int STEP = 32, OCTS = 1, ORDER = BYTES;
+    static constexpr int STEP = 32, STEP_BYTES = 32, OCTS = 1, ORDER = BYTES;
     static constexpr bool HAS_SCALE = true;
     struct Raw {
         Bytes8 base;
@@ -217,6 +239,12 @@ struct Wide {
     {
         raw.base = load_weights(reinterpret_cast<const Bytes8*>(bank.base) + (4ll * at + quad), policy);
         raw.scale = __ldg(reinterpret_cast<const Bytes2*>(bank.scales) + at);
+    }
+
+    static __device__ __forceinline__ void prefetch_rest(const Bank& bank, int at, int lane)
+    {
+        if (lane == 0)
+            prefetch_line(bank.scales + 2ll * at);
     }
 
     static __device__ __forceinline__ unsigned pair(unsigned bytes)

@@ -1,6 +1,7 @@
 // Device code of the prefill schedule of a sparse mixture of experts: what it promises stands in `kernels/moe.py`. After scores and selection, which
 // are those of the decode schedule, tokens get places, grouped by expert; two grouped products follow, and the sum of each token's rows.
 // Weights go from memory to registers as tensor-core operands, each read by one warp of its block; tokens wait in shared memory for all warps.
+// Activations between the products are sums of two bfloat16, the second being what the first leaves.
 
 #include "moe.cuh"
 
@@ -20,6 +21,8 @@ constexpr int BLOCK_ROWS = WARP_ROWS * GEMM_WARPS;
 // Chunks of tokens in shared memory; steps of a chunk, which are also the steps of weights on their way.
 constexpr int CHUNKS = 3;
 constexpr int CHUNK_STEPS = 2;
+// How many chunks before they are multiplied weights come to the L2: one before they are loaded.
+constexpr int CHUNKS_AHEAD = 2;
 
 // Tokens of an expert that a block multiplies at once.
 struct Run {
@@ -144,16 +147,29 @@ struct Product {
     int64 inputs;
     int64 features;         // of an expert; of gate and up together
     const Runs* runs;
-    void* out;              // [places, out_row]: bfloat16 activations, float32 rows
+    void* out;              // [places, out_row]: activations, bfloat16 and what they leave, or float32 rows
     int64 out_row;
     int64 blocks_of_run;
 };
+
+// A lane brings a chunk of one of its warp's rows into the L2.
+template <typename Format>
+__device__ __forceinline__ void prefetch_chunk(const Bank& bank, int at)
+{
+    const char* base = bank.base + static_cast<int64>(at) * Format::STEP_BYTES;
+#pragma unroll
+    for (int byte = 0; byte < CHUNK_STEPS * Format::STEP_BYTES; byte += 64)
+        prefetch_line(base + byte);
+    Format::prefetch_rest(bank, at, 0);
+    Format::prefetch_rest(bank, at, 1);
+}
 
 // TOKENS columns by BLOCK_ROWS rows. Rows of a lane are neighbours, so that its sums of a token are: four of the output, or gate and up of two.
 template <typename Format, int TOKENS, bool IS_GATE>
 __device__ __forceinline__ void multiply(const Product& call, const Bank& bank, const Run& run, int row_block)
 {
-    constexpr int TILES = TOKENS / COLUMNS, CHUNK_OCTS = CHUNK_STEPS * 4 * Format::OCTS, SLOTS = TOKENS * CHUNK_OCTS;
+    constexpr int TERMS = IS_GATE ? 1 : 2, TILES = TOKENS / COLUMNS;
+    constexpr int CHUNK_OCTS = CHUNK_STEPS * 4 * Format::OCTS, COLUMN_OCTS = TERMS * CHUNK_OCTS, SLOTS = TOKENS * COLUMN_OCTS;
     // Two tokens that a quarter of a warp reads at once lie in different banks.
     constexpr int TURN = Format::OCTS == 1 ? 4 : 1;
     Bytes16* shared = reinterpret_cast<Bytes16*>(DYNAMIC_SHARED);
@@ -179,8 +195,15 @@ __device__ __forceinline__ void multiply(const Product& call, const Bank& bank, 
 #pragma unroll
             for (int lower = 0; lower < 2; lower++)
                 Format::load(held[step][tile][lower], bank, rows[tile][lower] + step, quad, policy);
+    const int ahead = quad & 2 ? (quad & 1 ? rows[1][1] : rows[1][0]) : (quad & 1 ? rows[0][1] : rows[0][0]);
+    for (int chunk = 1; chunk < min(CHUNKS_AHEAD, chunks); chunk++)
+        prefetch_chunk<Format>(bank, ahead + chunk * CHUNK_STEPS);
+    // Released only after the wait: the next launch counts on the runs' being there.
+    wait_for_predecessor();
+    release_successor();
 
-    constexpr int COPIES = SLOTS / (GEMM_WARPS * 32);
+    constexpr int COPIES = TOKENS * CHUNK_OCTS / (GEMM_WARPS * 32);
+    const int term_bytes = static_cast<int>(call.inputs) * 2;
     const char* sources[COPIES];
 #pragma unroll
     for (int i = 0; i < COPIES; i++) {
@@ -194,8 +217,10 @@ __device__ __forceinline__ void multiply(const Product& call, const Bank& bank, 
         for (int i = 0; i < COPIES; i++) {
             const int slot = threadIdx.x + i * GEMM_WARPS * 32, column = slot / CHUNK_OCTS, oct = slot % CHUNK_OCTS;
             if (chunk < chunks && column < ((run.count + 15) & ~15))
-                copy_later(shared + chunk % CHUNKS * SLOTS + column * CHUNK_OCTS + (oct ^ (column & 1) * TURN), sources[i] + chunk * CHUNK_OCTS * 16,
-                           column < run.count);
+#pragma unroll
+                for (int term = 0; term < TERMS; term++)
+                    copy_later(shared + chunk % CHUNKS * SLOTS + column * COLUMN_OCTS + term * CHUNK_OCTS + (oct ^ (column & 1) * TURN),
+                               sources[i] + term * term_bytes + chunk * CHUNK_OCTS * 16, column < run.count);
         }
         commit_copies();
     };
@@ -203,17 +228,30 @@ __device__ __forceinline__ void multiply(const Product& call, const Bank& bank, 
     for (int chunk = 0; chunk < CHUNKS - 1; chunk++)
         copy(chunk);
 
+    // Before what is there is multiplied, if there are registers: the compiler has one scoreboard for loads across branches, so that whoever waits
+    // for one of them waits for all. Past the end comes the last step again.
+    constexpr bool IS_EARLY = TOKENS > 64 || Format::HAS_SCALE;
+    const auto load_next = [&](int chunk, int step) {
+        const int next = min((chunk + 1) * CHUNK_STEPS + step, steps - 1);
+#pragma unroll
+        for (int i = 0; i < 2 * ROW_TILES; i++)
+            Format::load(held[step][i / 2][i % 2], bank, rows[i / 2][i % 2] + next, quad, policy);
+    };
+
     float sums[TILES][ROW_TILES][4] = {};
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++) {
         wait_for_older_copies<CHUNKS - 2>();
         __syncthreads();
         copy(chunk + CHUNKS - 1);
-        const Bytes16* own = shared + chunk % CHUNKS * SLOTS + line * CHUNK_OCTS;
+        if (chunk + CHUNKS_AHEAD < chunks)
+            prefetch_chunk<Format>(bank, ahead + (chunk + CHUNKS_AHEAD) * CHUNK_STEPS);
+        const Bytes16* own = shared + chunk % CHUNKS * SLOTS + line * COLUMN_OCTS;
 #pragma unroll
         for (int step = 0; step < CHUNK_STEPS; step++) {
             // Codes have sums of their own until their scale is multiplied in.
             float products[Format::HAS_SCALE ? TILES : 1][ROW_TILES][4] = {};
+            float scales[ROW_TILES][2];
 #pragma unroll
             for (int oct = 0; oct < Format::OCTS; oct++) {
                 unsigned weights[ROW_TILES][2][4];
@@ -222,48 +260,51 @@ __device__ __forceinline__ void multiply(const Product& call, const Bank& bank, 
 #pragma unroll
                     for (int lower = 0; lower < 2; lower++)
                         Format::expand(held[step][tile][lower], oct, weights[tile][lower]);
+                if (oct == Format::OCTS - 1) {
+#pragma unroll
+                    for (int i = 0; i < 2 * ROW_TILES; i++)
+                        scales[i / 2][i % 2] = Format::scale(held[step][i / 2][i % 2]);
+                    if (IS_EARLY)
+                        load_next(chunk, step);
+                }
                 const int at = ((step * 4 + quad) * Format::OCTS + oct) ^ (line & 1) * TURN;
 #pragma unroll
                 for (int pair = 0; pair < TILES / 2; pair++) {
                     if (pair * 2 * COLUMNS >= run.count)
                         break;
-                    unsigned tokens[2][4];
 #pragma unroll
-                    for (int i = 0; i < 2; i++) {
-                        const Bytes16 taken = own[(2 * pair + i) * COLUMNS * CHUNK_OCTS + at];
-                        tokens[i][0] = taken.x;
-                        tokens[i][1] = taken.y;
-                        tokens[i][2] = taken.z;
-                        tokens[i][3] = taken.w;
-                        arrange<Format::ORDER>(tokens[i]);
+                    for (int term = 0; term < TERMS; term++) {
+                        unsigned tokens[2][4];
+#pragma unroll
+                        for (int i = 0; i < 2; i++) {
+                            const Bytes16 taken = own[(2 * pair + i) * COLUMNS * COLUMN_OCTS + term * CHUNK_OCTS + at];
+                            tokens[i][0] = taken.x;
+                            tokens[i][1] = taken.y;
+                            tokens[i][2] = taken.z;
+                            tokens[i][3] = taken.w;
+                            arrange<Format::ORDER>(tokens[i]);
+                        }
+#pragma unroll
+                        for (int i = 0; i < 2; i++)
+#pragma unroll
+                            for (int tile = 0; tile < ROW_TILES; tile++)
+                                multiply_oct(Format::HAS_SCALE ? products[Format::HAS_SCALE ? 2 * pair + i : 0][tile] : sums[2 * pair + i][tile],
+                                             weights[tile][0], weights[tile][1], tokens[i]);
                     }
-#pragma unroll
-                    for (int i = 0; i < 2; i++)
-#pragma unroll
-                        for (int tile = 0; tile < ROW_TILES; tile++)
-                            multiply_oct(Format::HAS_SCALE ? products[Format::HAS_SCALE ? 2 * pair + i : 0][tile] : sums[2 * pair + i][tile],
-                                         weights[tile][0], weights[tile][1], tokens[i]);
                 }
             }
             if (Format::HAS_SCALE)
 #pragma unroll
-                for (int tile = 0; tile < ROW_TILES; tile++) {
-                    const float upper = Format::scale(held[step][tile][0]), lower = Format::scale(held[step][tile][1]);
+                for (int tile = 0; tile < ROW_TILES; tile++)
 #pragma unroll
                     for (int column = 0; column < TILES; column++)
 #pragma unroll
                         for (int i = 0; i < 4; i++) {
                             const float product = products[Format::HAS_SCALE ? column : 0][tile][i];
-                            sums[column][tile][i] = fmaf(i < 2 ? upper : lower, product, sums[column][tile][i]);
+                            sums[column][tile][i] = fmaf(scales[tile][i / 2], product, sums[column][tile][i]);
                         }
-                }
-            const int next = (chunk + 1) * CHUNK_STEPS + step;
-            if (next < steps)
-#pragma unroll
-                for (int tile = 0; tile < ROW_TILES; tile++)
-#pragma unroll
-                    for (int lower = 0; lower < 2; lower++)
-                        Format::load(held[step][tile][lower], bank, rows[tile][lower] + next, quad, policy);
+            if (!IS_EARLY)
+                load_next(chunk, step);
         }
     }
     wait_for_older_copies<0>();
@@ -276,9 +317,11 @@ __device__ __forceinline__ void multiply(const Product& call, const Bank& bank, 
                 continue;
             const int64 at = (run.first + column) * call.out_row;
             if (IS_GATE) {
-                Bytes2* row = static_cast<Bytes2*>(call.out) + at;
+                Bytes2* to = static_cast<Bytes2*>(call.out) + at + row_block * (BLOCK_ROWS / 2) + warp * 16 + 2 * line;
                 const float first = silu(sums[tile][0][i]) * sums[tile][0][i + 2], second = silu(sums[tile][1][i]) * sums[tile][1][i + 2];
-                *reinterpret_cast<unsigned*>(row + row_block * (BLOCK_ROWS / 2) + warp * 16 + 2 * line) = floats_to_pair(first, second);
+                const unsigned pair = floats_to_pair(first, second);
+                *reinterpret_cast<unsigned*>(to) = pair;
+                *reinterpret_cast<unsigned*>(to + half) = floats_to_pair(first - low_of_pair(pair), second - high_of_pair(pair));
             } else {
                 const int feature = row_block * BLOCK_ROWS + warp * WARP_ROWS + 4 * line;
                 if (feature < features)
@@ -291,13 +334,14 @@ __device__ __forceinline__ void multiply(const Product& call, const Bank& bank, 
 template <typename Format, int TOKENS, bool IS_GATE, bool HAS_OTHER>
 __device__ __forceinline__ void run_product(const Product& call, const Bank& bank, const Bank& shared, bool is_shared_other)
 {
-    wait_for_predecessor();
-    release_successor();
+    // The launch in front of the one in front made the runs. From the L2: the L1 may be older.
     const int index = blockIdx.x / static_cast<unsigned>(call.blocks_of_run), row_block = blockIdx.x % static_cast<unsigned>(call.blocks_of_run);
-    const int count = static_cast<int>(call.runs->count), routed = count - static_cast<int>(call.runs->shared);
-    if (index >= count)
+    const int count = static_cast<int>(__ldcg(&call.runs->count)), routed = count - static_cast<int>(__ldcg(&call.runs->shared));
+    if (index >= count) {
+        wait_for_predecessor();
         return;
-    const Bytes16 bits = *reinterpret_cast<const Bytes16*>(call.runs->each + index);
+    }
+    const Bytes16 bits = __ldcg(reinterpret_cast<const Bytes16*>(call.runs->each + index));
     const Run run = {static_cast<int>(bits.x), static_cast<int>(bits.y), static_cast<int>(bits.z), static_cast<int>(bits.w)};
     const bool is_shared = index >= routed;
     if (HAS_OTHER && is_shared && is_shared_other) {

@@ -188,12 +188,48 @@ def conv_record(
     signal: Signal | None = None,
 ) -> Array:
     """The convolution into an array of its own, then `record`."""
+    counts, q, k, v = _convolved(x, weight, pool, as_ids(slots), log, layer, valid)
+    return record(q, k, v, g, beta, pool, slots, log, layer=layer, out=out, valid=counts, scale=scale, normalize=normalize, signal=signal)
+
+
+def conv_fold_record(
+    x: Array,
+    weight: Array,
+    g: Array,
+    beta: Array,
+    pool: StatePool,
+    slots: Array,
+    previous: ReplayLog,
+    accepted: Array,
+    log: ReplayLog,
+    *,
+    layer: int,
+    out: Array,
+    valid: Array | None,
+    scale: float,
+    normalize: bool,
+    signal: Signal | None = None,
+) -> Array:
+    """The convolution of the sequences that are not skipped into an array of its own, then `fold_record`."""
+    sources, folded = as_ids(slots), as_ids(accepted)
+    usable = (sources >= 0) & (sources < pool.slots)
+    usable = _free_destinations(sources, sources, usable) & (folded >= 0) & (folded <= previous.width)
+    counts, q, k, v = _convolved(x, weight, pool, np.where(usable, sources, -1), log, layer, valid)
+    return fold_record(
+        q, k, v, g, beta, pool, slots, previous, accepted, log, layer=layer, out=out, valid=counts, scale=scale, normalize=normalize, signal=signal
+    )
+
+
+def _convolved(
+    x: Array, weight: Array, pool: StatePool, slots: Array, log: ReplayLog, layer: int, valid: Array | None
+) -> tuple[Array, Array, Array, Array]:
+    """How many tokens there are of each sequence, and their queries, keys and values; raw columns go to the log."""
     items, tokens, channels = x.shape
     counts = np.full(items, tokens) if valid is None else np.clip(as_ids(valid), 0, tokens)
     convolved = np.zeros((items, tokens, channels // log.dim, log.dim), np.uint16)
     conv.conv1d_silu_record(x, weight, pool.conv[layer], slots, log.conv[layer, :items], convolved.reshape(x.shape), counts)
     q, k, v = np.split(convolved, (log.key_heads, 2 * log.key_heads), axis=2)
-    return record(q, k, v, g, beta, pool, slots, log, layer=layer, out=out, valid=counts, scale=scale, normalize=normalize, signal=signal)
+    return counts, q, k, v
 
 
 def fold_record(
@@ -268,7 +304,7 @@ def _replayed(states: Array, slot: int, log: ReplayLog, layer: int, row: int, m:
     return state
 
 
-def fold(pool: StatePool, log: ReplayLog, rows: Array, *, normalize: bool, signal: Signal | None = None) -> None:
+def fold(pool: StatePool, log: ReplayLog, rows: Array, *, states: bool, histories: bool, normalize: bool, signal: Signal | None = None) -> None:
     """Row i: from slot `rows[i, 0]` to slot `rows[i, 1]`, past the first `rows[i, 2]` tokens of log row i, in every layer."""
     sources, destinations, counts = as_ids(rows).T
     idle = (sources < 0) | (destinations < 0) | ((counts == 0) & (sources == destinations))
@@ -279,8 +315,9 @@ def fold(pool: StatePool, log: ReplayLog, rows: Array, *, normalize: bool, signa
     for row in np.flatnonzero(free):
         source, destination, m = sources[row], destinations[row], counts[row]
         for layer in range(pool.layers):
-            states = pool.rec[layer]
-            put(states, destination, _replayed(states, source, log, layer, int(row), int(m), normalize))
-            if pool.conv is not None:
+            kept = pool.rec[layer]
+            if states:
+                put(kept, destination, _replayed(kept, source, log, layer, int(row), int(m), normalize))
+            if histories and pool.conv is not None:
                 seen = np.concatenate((pool.conv[layer, source].view(np.uint16), log.conv[layer, row, :m].view(np.uint16)))
                 pool.conv[layer, destination].view(np.uint16)[...] = seen[m : m + 3]
