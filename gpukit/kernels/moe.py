@@ -53,7 +53,7 @@ _SCORE_PARTS = 4
 _SCORE_WARPS = 8
 _SELECT_WARPS = 16
 _GATE_WARPS = 4
-_DOWN_WARPS = 12
+_DOWN_WARPS = 16
 # sizeof(Groups)
 _GROUPS_BYTES = 32 + 384 * 32
 # Blocks of the gate and up projections that fit on a multiprocessor.
