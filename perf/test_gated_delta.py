@@ -62,9 +62,10 @@ def layers_of(items: int) -> int:
 
 
 def ahead(mode: str, layers: int) -> Iterator[dict[str, Any]]:
-    """The layers of one call after the other; with `mode` "ahead" each says which comes next."""
+    """The layers of one call after the other; with `mode` "ahead" each says which comes next, with "settled" that its states are there."""
     for layer in itertools.cycle(range(layers)):
-        yield {"layer": layer, "prefetch_layer": (layer + 1) % layers} if mode == "ahead" else {"layer": layer}
+        more = {"ahead": {"prefetch_layer": (layer + 1) % layers}, "settled": {"settled": True}}
+        yield {"layer": layer, **more.get(mode, {})}
 
 
 def in_mode(mode: str, call: Callable[[], Any]) -> Callable[[], Any]:
@@ -77,7 +78,7 @@ def in_mode(mode: str, call: Callable[[], Any]) -> Callable[[], Any]:
     return overlapped
 
 
-MODES = pytest.mark.parametrize("mode", ["plain", "overlapping", "ahead"])
+MODES = pytest.mark.parametrize("mode", ["plain", "overlapping", "ahead", "settled"])
 
 
 @MODES

@@ -25,6 +25,16 @@ TOKENS, ACCEPTED = 4, 3
 CHANNELS = (2 * KEY_HEADS + HEADS) * DIM
 
 
+# Accesses to a state, and to columns: those between two kernels go to memory and come back, one kernel reads them and logs them.
+SCHEMES = {
+    "record_and_fold": (3, 3),
+    "conv_record_and_fold": (3, 2),
+    "settled_conv_record_and_fold": (3, 2),
+    "fold_record": (2, 3),
+    "settled_conv_fold_record": (2, 2),
+}
+
+
 class Round:
     """Pools, logs and activations of a batch, and its kernels in order."""
 
@@ -62,19 +72,30 @@ class Round:
             gated_delta.record(**self.inputs, pool=self.pool, slots=slots, log=self.logs[0], layer=layer)
         gated_delta.fold(self.pool, self.logs[0], self.rows[turn])
 
-    def conv_record_and_fold(self, turn: int, ahead: bool = False) -> None:
+    def conv_record_and_fold(self, turn: int, settled: bool = False) -> None:
         """Convolve and verify all layers, each in one kernel, then commit them in one launch."""
         inputs = {name: self.inputs[name] for name in ("g", "beta", "out")}
         for layer in range(MODEL_LAYERS):
             gated_delta.conv_record(
                 self.columns, self.weight, **inputs, pool=self.pool, slots=self.slots[turn], log=self.logs[0], layer=layer,
-                prefetch_layer=(layer + 1) % MODEL_LAYERS if ahead else None,
+                settled=settled and layer > 0,
             )  # fmt: skip
         gated_delta.fold(self.pool, self.logs[0], self.rows[turn])
 
-    def conv_record_ahead_and_fold(self, turn: int) -> None:
-        """The same, while the L2 fetches the next layer."""
-        self.conv_record_and_fold(turn, ahead=True)
+    def settled_conv_record_and_fold(self, turn: int) -> None:
+        """The same, while the kernel in front still runs."""
+        self.conv_record_and_fold(turn, settled=True)
+
+    def settled_conv_fold_record(self, turn: int) -> None:
+        """Commit all histories, then each layer's states while it is verified, in one kernel with the convolution."""
+        inputs = {name: self.inputs[name] for name in ("g", "beta", "out")}
+        previous, log = self.logs
+        gated_delta.fold(self.pool, previous, self.rows[turn], states=False)
+        for layer in range(MODEL_LAYERS):
+            gated_delta.conv_fold_record(
+                self.columns, self.weight, **inputs, pool=self.pool, slots=self.slots[turn], previous=previous, accepted=self.accepted, log=log,
+                layer=layer, prefetch_layer=(layer + 1) % MODEL_LAYERS, settled=layer > 0,
+            )  # fmt: skip
 
     def fold_record(self, turn: int) -> None:
         """Verify each layer while the previous round is committed."""
@@ -93,15 +114,13 @@ class Round:
 
 @pytest.mark.parametrize("is_overlapping", [False, True])
 @pytest.mark.parametrize("items", [1, 8])
-@pytest.mark.parametrize("scheme", ["record_and_fold", "conv_record_and_fold", "conv_record_ahead_and_fold", "fold_record"])
+@pytest.mark.parametrize("scheme", list(SCHEMES))
 def test_round(device_benchmark: Callable[..., None], benchmark: Any, scheme: str, items: int, is_overlapping: bool) -> None:
     """Three of four tokens accepted."""
     work = Round(items)
     turns = itertools.cycle(range(work.turns))
-    reads = 2 if scheme == "fold_record" else 3
-    # Columns between two kernels go to memory and come back; one kernel reads them and logs them.
-    columns = 2 if scheme.startswith("conv") else 3
-    token_bytes = TOKEN_BYTES - 2 * CHANNELS if scheme.startswith("conv") else TOKEN_BYTES
+    reads, columns = SCHEMES[scheme]
+    token_bytes = TOKEN_BYTES - 2 * CHANNELS if columns == 2 else TOKEN_BYTES
     moved = MODEL_LAYERS * items * (reads * STATE_BYTES + TOKENS * (token_bytes + LOG_BYTES) + ACCEPTED * LOG_BYTES + 2 * CHANNELS * columns * TOKENS)
 
     def play() -> None:

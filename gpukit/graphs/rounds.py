@@ -252,7 +252,7 @@ def _recurrent(options: RoundOptions) -> Round:
     def step(plan: Plan, layer: int) -> None:
         pool = pool_of[_layout(plan)]
         conv.conv1d_silu(x, weight, pool.conv[layer], pools.slots, out=mixed, stream=pools.stream)
-        gated_delta.direct(q, k, v, gate, beta, pool, pools.slots, layer=layer, out=out, stream=pools.stream)
+        gated_delta.direct(q, k, v, gate, beta, pool, pools.slots, layer=layer, out=out, keep=plan.options.get("keep"), stream=pools.stream)
         if options.weights:
             pools.stream_weights(options.weights, plan, layer, layers)
 
@@ -274,7 +274,7 @@ def _recurrent(options: RoundOptions) -> Round:
 
         return Built(phases, pools.stream, outputs, (pools, x, weight, mixed, gate, beta, out))
 
-    # The kernels take no hints here; those candidates would be stock under other names.
-    recipes = [recipe for recipe in pools.recipes(("conv1d_silu", "direct")) if "keep" not in recipe.options]
+    # Which lines are kept is the hardware's choice here.
+    recipes = [recipe for recipe in pools.recipes(("conv1d_silu", "direct")) if "scattered" not in recipe.options]
     recipes.append(Recipe("only weights 0.0", options={"weights": 0.0}))
     return Round(build_graph, pools.regions(), options.phases, recipes, pools.geometry("recurrent"), pools)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from gpukit import checks
 from gpukit.arrays import ITEMSIZE, describe, overlap
 from gpukit.errors import ArgumentError, ArgumentTypeError, Signal
 from gpukit.kernels._plans import refuse_other_device, signal_pointer
@@ -95,6 +96,7 @@ def direct(
     normalize: bool = True,
     prefetch_layer: int | None = None,
     settled: bool = False,
+    keep: float | None = None,
     stream: Any = None,
     signal: Signal | None = None,
 ) -> Any:
@@ -132,6 +134,9 @@ def direct(
         read them meanwhile. So it is where each layer has states of its own and slots come with the batch, but not in the first layer behind a
         `fold`, which writes states and histories, and not behind a kernel of another library that lets others begin before it has waited itself.
         Nothing checks it. Changes no result.
+    keep : float, optional
+        Share of the states' lines that the L2 is asked to keep (evict_last), by the accesses themselves; the others are the first to go
+        (evict_first). None: no hints. Changes no result.
     stream : stream, optional
         Where to launch; the current stream of `q`'s library by default.
     signal : Signal, optional
@@ -174,7 +179,7 @@ def direct(
         destination_at = slots_at
     else:
         destination_at, _, _, _ = ids(destination_slots, "destination_slots", (id_type,), items, device)
-    scale = output_scale(scale, pool)
+    scale, hint = output_scale(scale, pool), _hint(keep)
     handle = choose(stream, q) if device >= 0 else 0
     out, out_at = output_like(out, v, (items, tokens, pool.heads, pool.dim), device, handle)
     keep_apart(out_at, items * tokens * pool.heads * pool.dim, read, pool)
@@ -189,7 +194,7 @@ def direct(
     flags = _flags(normalize, pool, id_type) | _SETTLED * bool(settled)
     arguments = (
         *inputs, out_at, items, tokens, key_heads, pool.heads, pool.dim, states_at(pool, layer), pool.slot_stride, pool.slots,
-        slots_at, destination_at, ahead, float_bits(scale), flags, counters,
+        slots_at, destination_at, ahead, float_bits(scale) | hint, flags, counters,
     )  # fmt: skip
     return _DIRECT.launch((), device, handle, items * pool.heads * (pool.dim // _TILE), _THREADS, arguments, out)
 
@@ -297,6 +302,7 @@ def record(
     normalize: bool = True,
     prefetch_layer: int | None = None,
     settled: bool = False,
+    keep: float | None = None,
     stream: Any = None,
     signal: Signal | None = None,
 ) -> Any:
@@ -321,7 +327,7 @@ def record(
         log entries of the rest stay as they are.
     exact : bool
         Whether outputs are those of `direct` to the bit, taken token by token, so that a run with speculation equals one without. Slower.
-    scale, normalize, prefetch_layer, settled, stream, signal
+    scale, normalize, prefetch_layer, settled, keep, stream, signal
         As in `direct`.
 
     Returns
@@ -360,7 +366,7 @@ def record(
     slots_at, _, id_type, _ = ids(slots, "slots", IDS, items, device)
     log_parts = _log(log, "log", pool, items, tokens, key_heads, layer, device)
     valid_at, valid_bytes = optional_ids(valid, "valid", items, device)
-    scale = output_scale(scale, pool)
+    scale, hint = output_scale(scale, pool), _hint(keep)
     handle = choose(stream, q) if device >= 0 else 0
     out, out_at = output_like(out, v, (items, tokens, pool.heads, pool.dim), device, handle)
     keep_apart(out_at, items * tokens * pool.heads * pool.dim, read, pool, log)
@@ -374,7 +380,7 @@ def record(
         return nothing(out)
     arguments = (
         *inputs, out_at, items, tokens, key_heads, pool.heads, pool.dim, states_at(pool, layer), pool.slot_stride, pool.slots,
-        slots_at, valid_at, *log_parts, ahead, float_bits(scale),
+        slots_at, valid_at, *log_parts, ahead, float_bits(scale) | hint,
         _record_flags(normalize, pool, key_heads, id_type, valid_bytes) | _SETTLED * bool(settled), counters,
     )  # fmt: skip
     if exact:
@@ -399,6 +405,7 @@ def conv_record(
     normalize: bool = True,
     prefetch_layer: int | None = None,
     settled: bool = False,
+    keep: float | None = None,
     stream: Any = None,
     signal: Signal | None = None,
 ) -> Any:
@@ -433,6 +440,8 @@ def conv_record(
         Layer whose states and histories of the same slots the L2 shall fetch meanwhile: the one that the next call works on. Changes no result.
     settled : bool
         As in `direct`, of everything but `x`, `g` and `beta`.
+    keep : float, optional
+        As in `direct`.
     stream : stream, optional
         Where to launch; the current stream of `x`'s library by default.
     signal : Signal, optional
@@ -466,7 +475,7 @@ def conv_record(
     ((1, 3, 2, 64), True, False)
     """
     return _convolve_and_record(
-        x, weight, g, beta, pool, slots, log, layer, out, valid, scale, normalize, prefetch_layer, settled, stream, signal, None, None
+        x, weight, g, beta, pool, slots, log, layer, out, valid, scale, normalize, prefetch_layer, settled, keep, stream, signal, None, None
     )
 
 
@@ -491,6 +500,7 @@ def fold_record(
     normalize: bool = True,
     prefetch_layer: int | None = None,
     settled: bool = False,
+    keep: float | None = None,
     stream: Any = None,
     signal: Signal | None = None,
 ) -> Any:
@@ -510,7 +520,7 @@ def fold_record(
         How many of them are folded; 0 for none. A number outside 0 … W skips its sequence and is counted as ``out_of_range``.
     log : ReplayLog
         Log of this round, as in `record`; another one than `previous`.
-    layer, out, valid, exact, scale, normalize, prefetch_layer, settled, stream, signal
+    layer, out, valid, exact, scale, normalize, prefetch_layer, settled, keep, stream, signal
         As in `record`.
 
     Returns
@@ -554,7 +564,7 @@ def fold_record(
     log_parts = _log(log, "log", pool, items, tokens, key_heads, layer, device)
     _refuse_overlap(log, "log", previous, "previous")
     valid_at, valid_bytes = optional_ids(valid, "valid", items, device)
-    scale = output_scale(scale, pool)
+    scale, hint = output_scale(scale, pool), _hint(keep)
     handle = choose(stream, q) if device >= 0 else 0
     out, out_at = output_like(out, v, (items, tokens, pool.heads, pool.dim), device, handle)
     keep_apart(out_at, items * tokens * pool.heads * pool.dim, read, pool, log, previous)
@@ -569,7 +579,7 @@ def fold_record(
     flags = _record_flags(normalize, pool, key_heads, id_type, valid_bytes) | _WIDE_ACCEPTED * (accepted_type == "int64") | _SETTLED * bool(settled)
     arguments = (
         *inputs, out_at, items, tokens, key_heads, pool.heads, pool.dim, states_at(pool, layer), pool.slot_stride, pool.slots,
-        slots_at, valid_at, *log_parts, *previous_parts, accepted_at, ahead, float_bits(scale), flags, counters,
+        slots_at, valid_at, *log_parts, *previous_parts, accepted_at, ahead, float_bits(scale) | hint, flags, counters,
     )  # fmt: skip
     if exact:
         return _FOLD_RECORD_EXACT.launch((), device, handle, items * pool.heads * (pool.dim // _TILE), _THREADS, arguments, out)
@@ -595,6 +605,7 @@ def conv_fold_record(
     normalize: bool = True,
     prefetch_layer: int | None = None,
     settled: bool = False,
+    keep: float | None = None,
     stream: Any = None,
     signal: Signal | None = None,
 ) -> Any:
@@ -612,7 +623,7 @@ def conv_fold_record(
         As in `fold_record`.
     log : ReplayLog
         Log of this round, as in `conv_record`; another one than `previous`.
-    layer, out, valid, scale, normalize, prefetch_layer, settled, stream, signal
+    layer, out, valid, scale, normalize, prefetch_layer, settled, keep, stream, signal
         As in `conv_record`.
 
     Returns
@@ -647,7 +658,7 @@ def conv_fold_record(
     (True, True)
     """
     return _convolve_and_record(
-        x, weight, g, beta, pool, slots, log, layer, out, valid, scale, normalize, prefetch_layer, settled, stream, signal, previous, accepted
+        x, weight, g, beta, pool, slots, log, layer, out, valid, scale, normalize, prefetch_layer, settled, keep, stream, signal, previous, accepted
     )
 
 
@@ -660,6 +671,7 @@ def fold(
     states: bool = True,
     histories: bool = True,
     normalize: bool = True,
+    keep: float | None = None,
     stream: Any = None,
     signal: Signal | None = None,
 ) -> Any:
@@ -681,6 +693,8 @@ def fold(
         taken along before it.
     normalize : bool
         As it was in `record`.
+    keep : float, optional
+        As in `direct`.
     stream : stream, optional
         Where to launch; the current stream of `rows`' library by default.
     signal : Signal, optional
@@ -723,6 +737,7 @@ def fold(
         raise ArgumentTypeError(f"rows: expected dtype {' or '.join(IDS)}, got {id_type}")
     if len(shape) != 2 or shape[1] != 3 or shape[0] > log.rows or strides is not None:
         raise ArgumentError(f"rows: expected a contiguous array of shape (at most {log.rows}, 3), got shape {tuple(shape)}, strides {strides}")
+    hint = _hint(keep)
     if not (states or (histories and pool.channels)):
         return nothing()
     if device < 0:
@@ -735,7 +750,7 @@ def fold(
         return nothing()
     arguments = (
         pool.pointer, pool.layer_stride, pool.slot_stride, pool.slots, log.k_pointer, log.v_pointer, log.gates_pointer, log.rows, log.width,
-        log.key_heads, pool.heads, pool.dim, rows_at, ITEMSIZE[id_type], count, _flags(normalize, pool), state_blocks,
+        log.key_heads, pool.heads, pool.dim, rows_at, ITEMSIZE[id_type], count, _flags(normalize, pool) | hint, state_blocks,
         pool.conv_pointer, pool.conv_layer_stride, pool.conv_slot_stride, log.conv_pointer, pool.channels, counters,
     )  # fmt: skip
     return _FOLD.launch((), device, choose(stream, rows), state_blocks + history_blocks, _FOLD_THREADS, arguments)
@@ -756,6 +771,7 @@ def _convolve_and_record(
     normalize: bool,
     prefetch_layer: int | None,
     settled: bool,
+    keep: float | None,
     stream: Any,
     signal: Signal | None,
     previous: ReplayLog | None,
@@ -781,7 +797,7 @@ def _convolve_and_record(
         accepted_at, _, accepted_type, _ = ids(accepted, "accepted", IDS, items, device)
         _refuse_overlap(log, "log", previous, "previous")
     valid_at, valid_bytes = optional_ids(valid, "valid", items, device)
-    scale = output_scale(scale, pool)
+    scale, hint = output_scale(scale, pool), _hint(keep)
     handle = choose(stream, x) if device >= 0 else 0
     out, out_at = output_like(out, x, (items, tokens, pool.heads, pool.dim), device, handle)
     keep_apart(out_at, items * tokens * pool.heads * pool.dim, read, pool, log, *(() if previous is None else (previous,)))
@@ -804,13 +820,20 @@ def _convolve_and_record(
         flags |= _WIDE_ACCEPTED * (accepted_type == "int64")
     arguments = (
         *inputs, out_at, items, tokens, key_heads, pool.heads, pool.dim, states_at(pool, layer), pool.slot_stride, pool.slots, slots_at, valid_at,
-        histories, pool.conv_slot_stride, *log_parts, log_columns, width, *folded, ahead, history_ahead, float_bits(scale), flags, counters,
+        histories, pool.conv_slot_stride, *log_parts, log_columns, width, *folded, ahead, history_ahead, float_bits(scale) | hint, flags, counters,
     )  # fmt: skip
     return _launch_record(verifiers, tokens, device, handle, items * pool.heads, pool.dim, arguments, out)
 
 
 def _flags(normalize: bool, pool: StatePool, slots: str = "int32") -> int:
     return _NORMALIZE * bool(normalize) | _BFLOAT16_STATES * (pool.itemsize == 2) | _WIDE_SLOTS * (slots == "int64")
+
+
+def _hint(keep: Any) -> int:
+    """A share of lines to keep, as the upper half of a parameter: one more than the bits of the float, or 0 without a hint."""
+    if keep is None:
+        return 0
+    return (float_bits(checks.number(keep, "keep", 0, 1)) + 1) << 32
 
 
 def _ahead(prefetch_layer: int | None, layer: int, pool: StatePool) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gpukit import Signal
-from gpukit.errors import ArgumentError
+from gpukit.errors import ArgumentError, ArgumentTypeError
 from gpukit.kernels import gated_delta
 from gpukit.kernels.state_pool import ReplayLog, StatePool
 from gpukit.launch import overlapping
@@ -136,6 +136,17 @@ def test_logs_of_one_memory_are_refused() -> None:
     assert np.array_equal(pool.rec, rounds.states)
 
 
+@pytest.mark.parametrize(("keep", "kind", "message"), [(1.5, ArgumentError, "from 0 to 1, got 1.5"), ("x", ArgumentTypeError, "a number, got str")])
+def test_shares_that_are_none_are_refused(keep: Any, kind: type[Exception], message: str) -> None:
+    rounds = Rounds(OnHost(), 1, 2, 1, 2, 64)
+    pool, log = rounds.pool(), rounds.log()
+    with pytest.raises(kind, match=f"keep: expected .*{message}"):
+        gated_delta.fold(pool, log, np.array([[0, 0, 1]]), keep=keep)
+    with pytest.raises(kind, match="keep: expected a number"):
+        gated_delta.conv_record(**rounds.batches[0], weight=rounds.weight, pool=pool, slots=rounds.slots, log=log, layer=0, keep=keep)
+    assert np.array_equal(pool.rec, rounds.states)
+
+
 # On a GPU.
 
 
@@ -159,6 +170,31 @@ def test_one_pass_of_large_batches_and_long_logs(card: Any, items: int, width: i
     rounds = Rounds(card, items, 4, 2, 4, 128, width=width)
     accepted = (np.arange(items) * 7 + 3) % (width + 1)
     assert_same(rounds.commit_and_verify(accepted, False), rounds.commit_and_verify(accepted, True, settled=settled))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("keep", [0, 0.3, 1.0])
+def test_what_the_l2_is_asked_to_keep_changes_nothing(card: Any, keep: float, dtype: str) -> None:
+    rounds = Rounds(card, 3, 4, 1, 2, 128, dtype=dtype)
+    q, k, v = (card.array(random_bits(np.random.default_rng(7), 3, 4, heads, 128)) for heads in (1, 1, 2))
+    gates = {name: rounds.batches[0][name] for name in ("g", "beta")}
+    slots, accepted = card.array(rounds.slots), card.array(np.array([1, 0, 4]))
+    rows = card.array(np.stack((rounds.slots, rounds.slots, [2, 1, 4]), 1))
+    left = []
+    for hint in (None, keep):
+        pool, outs = rounds.pool(), [rounds.out() for _ in range(5)]
+        logs = [rounds.verify_first(pool), rounds.log()]
+        common = {"pool": pool, "slots": slots, "layer": 1, "keep": hint}
+        gated_delta.direct(q, k, v, **gates, **common, out=outs[0])
+        gated_delta.record(q, k, v, **gates, **common, log=logs[1], out=outs[1])
+        gated_delta.fold_record(q, k, v, **gates, **common, previous=logs[0], accepted=accepted, log=logs[1], out=outs[2])
+        gated_delta.conv_record(rounds.batches[0]["x"], rounds.weight, **gates, **common, log=logs[1], out=outs[3])
+        gated_delta.fold(pool, logs[0], rows, keep=hint)
+        one_pass = {"previous": logs[0], "accepted": accepted, "log": logs[1], "out": outs[4]}
+        gated_delta.conv_fold_record(rounds.batches[0]["x"], rounds.weight, **gates, **common, **one_pass)
+        left.append([host(card, array) for array in (pool.rec, pool.conv, *outs, logs[1].k, logs[1].v)])
+    assert_same(*left)
 
 
 @pytest.mark.gpu

@@ -94,13 +94,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, DIRECT_BLOCKS) gpukit_d
     const void* source,       // [B]
     const void* destination,  // [B]
     int64 prefetch,           // elements from a state to the one that the next call will want, or 0
-    int64 scale,              // bits of a float, which then needs no register
+    int64 scale,              // bits of a float, which then needs no register; above them the hint of the states
     int64 flags,
     int64* signal)
 {
     GPUKIT_BATCH;
     __shared__ Tokens<128, WARPS, TILE, true> memory;
-    const States states{pool, slot_stride, slots, (flags & BFLOAT16_STATES) != 0, prefetch};
+    const States states{pool, slot_stride, slots, (flags & BFLOAT16_STATES) != 0, prefetch, upper_half(scale)};
     const float scale_of_outputs = __int_as_float(static_cast<int>(scale));
     if (dim == 128 && flags & SETTLED)
         direct<128, false, true>(&memory, batch, states, source, destination, id_bytes_of(flags, WIDE_SLOTS), scale_of_outputs, flags & NORMALIZE, signal);
@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, DIRECT_BLOCKS) gpukit_s
 {
     GPUKIT_BATCH;
     __shared__ Tokens<128, WARPS, TILE, true> memory;
-    const States states{pool, slot_stride, slots, (flags & BFLOAT16_STATES) != 0, prefetch};
+    const States states{pool, slot_stride, slots, (flags & BFLOAT16_STATES) != 0, prefetch, upper_half(scale)};
     const float scale_of_outputs = __int_as_float(static_cast<int>(scale));
     if (dim == 128)
         direct<128, true, false>(&memory, batch, states, source, destination, id_bytes_of(flags, WIDE_SLOTS), scale_of_outputs, flags & NORMALIZE, signal);
@@ -156,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, DIRECT_BLOCKS) gpukit_s
 
 #define GPUKIT_RECORD                                                                  \
     const Log log{log_k, log_v, log_gates, width, key_heads, heads};                   \
-    const States states{pool, slot_stride, slots, (flags & BFLOAT16_STATES) != 0, prefetch}; \
+    const States states{pool, slot_stride, slots, (flags & BFLOAT16_STATES) != 0, prefetch, upper_half(scale)}; \
     const float scale_of_outputs = __int_as_float(static_cast<int>(scale))
 
 extern "C" __global__ void __launch_bounds__(32 * RECORD_WARPS, RECORD_BLOCKS) gpukit_record(
@@ -276,7 +276,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, DIRECT_BLOCKS) gpukit_r
     GPUKIT_BATCH;
     const Log log{log_k, log_v, log_gates, width, key_heads, heads};
     __shared__ ExactMemory memory;
-    const States states{pool, slot_stride, slots, (flags & BFLOAT16_STATES) != 0, prefetch};
+    const States states{pool, slot_stride, slots, (flags & BFLOAT16_STATES) != 0, prefetch, upper_half(scale)};
     const float scale_of_outputs = __int_as_float(static_cast<int>(scale));
     if (dim == 128)
         record_exactly<128, false>(&memory, batch, states, source, id_bytes_of(flags, WIDE_SLOTS), valid,
@@ -294,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, DIRECT_BLOCKS) gpukit_f
     const Log log{log_k, log_v, log_gates, width, key_heads, heads};
     const Log previous{previous_k, previous_v, previous_gates, previous_width, key_heads, heads};
     __shared__ ExactMemory memory;
-    const States states{pool, slot_stride, slots, (flags & BFLOAT16_STATES) != 0, prefetch};
+    const States states{pool, slot_stride, slots, (flags & BFLOAT16_STATES) != 0, prefetch, upper_half(scale)};
     const float scale_of_outputs = __int_as_float(static_cast<int>(scale));
     if (dim == 128)
         record_exactly<128, true>(&memory, batch, states, source, id_bytes_of(flags, WIDE_SLOTS), valid,
@@ -444,7 +444,7 @@ extern "C" __global__ void __launch_bounds__(32 * FOLD_WARPS, FOLD_BLOCKS) gpuki
                             log_conv, log_rows, width, channels, rows, id_bytes, row_count, state_blocks ? nullptr : signal);
     const Log log{log_k, log_v, log_gates, width, key_heads, heads};
     __shared__ Tokens<128, FOLD_WARPS, FOLD_TILE, false> memory;
-    const States states{pool, slot_stride, slots, (flags & BFLOAT16_STATES) != 0, 0};
+    const States states{pool, slot_stride, slots, (flags & BFLOAT16_STATES) != 0, 0, upper_half(flags)};
     if (dim == 128)
         fold<128>(&memory, states, layer_stride, log, log_rows, rows, id_bytes, row_count, flags & NORMALIZE, signal);
     else

@@ -5,8 +5,9 @@
 
 #pragma once
 
-#include "gpukit.cuh"
 #include "bf16.cuh"
+#include "cache_hints.cuh"
+#include "gpukit.cuh"
 
 using Bits = unsigned short;  // of a bfloat16
 
@@ -46,6 +47,12 @@ constexpr int SUM_LANES = 8;
 // Rows of V that a block works on.
 constexpr int TILE = WARPS * 32 / LANES * ROWS;
 constexpr int FOLD_TILE = FOLD_WARPS * 32 / LANES * FOLD_ROWS;
+
+// Upper half of a parameter whose lower half is something else.
+__device__ __forceinline__ unsigned upper_half(int64 both)
+{
+    return static_cast<unsigned>(static_cast<uint64>(both) >> 32);
+}
 
 // What the bits of a kernel's `flags` say.
 enum Flags { NORMALIZE = 1, BFLOAT16_STATES = 2, WIDE_SLOTS = 4, WIDE_VALID = 8, WIDE_ACCEPTED = 16, SETTLED = 32 };
@@ -322,6 +329,7 @@ struct States {
     int64 slots;
     bool are_bfloat16;
     int64 prefetch;      // from a state to the one that the next call will want, 0 for none
+    unsigned hint;       // 0, or one more than the bits of the share of lines that the L2 is asked to keep
 
     // Let the L2 fetch the rows of a block of that state: `first_row` of the block's state begins at element `from`.
     template <int DIM>
@@ -340,27 +348,48 @@ struct States {
     template <int DIM, int LANES, int ROWS, int STEPS>
     __device__ __forceinline__ void load(float4 (&state)[ROWS][STEPS], int64 from) const
     {
-        if (are_bfloat16)
-            visit<DIM, LANES>(state, static_cast<const Bits*>(pool) + from, [](float4& four, const Bits* at) {
-                four = widen(load_streaming(reinterpret_cast<const uint2*>(at)));
-            });
-        else
-            visit<DIM, LANES>(state, static_cast<const float*>(pool) + from, [](float4& four, const float* at) {
-                four = load_streaming(reinterpret_cast<const float4*>(at));
-            });
+        const Bits* narrow_rows = static_cast<const Bits*>(pool) + from;
+        const float* rows = static_cast<const float*>(pool) + from;
+        if (hint) {
+            const CachePolicy policy = policy_keep(share());
+            if (are_bfloat16)
+                visit<DIM, LANES>(state, narrow_rows, [=](float4& four, const Bits* at) {
+                    four = widen(load_hinted(reinterpret_cast<const uint2*>(at), policy));
+                });
+            else
+                visit<DIM, LANES>(state, rows, [=](float4& four, const float* at) {
+                    four = load_hinted(reinterpret_cast<const float4*>(at), policy);
+                });
+        } else if (are_bfloat16) {
+            visit<DIM, LANES>(state, narrow_rows, [](float4& four, const Bits* at) { four = widen(load_streaming(reinterpret_cast<const uint2*>(at))); });
+        } else {
+            visit<DIM, LANES>(state, rows, [](float4& four, const float* at) { four = load_streaming(reinterpret_cast<const float4*>(at)); });
+        }
     }
 
     template <int DIM, int LANES, int ROWS, int STEPS>
     __device__ __forceinline__ void store(float4 (&state)[ROWS][STEPS], int64 to) const
     {
-        if (are_bfloat16)
-            visit<DIM, LANES>(state, static_cast<Bits*>(pool) + to, [](float4& four, Bits* at) {
-                store_streaming(reinterpret_cast<uint2*>(at), narrow(four));
-            });
-        else
-            visit<DIM, LANES>(state, static_cast<float*>(pool) + to, [](float4& four, float* at) {
-                store_streaming(reinterpret_cast<float4*>(at), four);
-            });
+        Bits* narrow_rows = static_cast<Bits*>(pool) + to;
+        float* rows = static_cast<float*>(pool) + to;
+        if (hint) {
+            const CachePolicy policy = policy_keep(share());
+            if (are_bfloat16)
+                visit<DIM, LANES>(state, narrow_rows, [=](float4& four, Bits* at) {
+                    store_hinted(reinterpret_cast<uint2*>(at), narrow(four), policy);
+                });
+            else
+                visit<DIM, LANES>(state, rows, [=](float4& four, float* at) { store_hinted(reinterpret_cast<float4*>(at), four, policy); });
+        } else if (are_bfloat16) {
+            visit<DIM, LANES>(state, narrow_rows, [](float4& four, Bits* at) { store_streaming(reinterpret_cast<uint2*>(at), narrow(four)); });
+        } else {
+            visit<DIM, LANES>(state, rows, [](float4& four, float* at) { store_streaming(reinterpret_cast<float4*>(at), four); });
+        }
+    }
+
+    __device__ __forceinline__ float share() const
+    {
+        return __uint_as_float(hint - 1);
     }
 
     template <int DIM, int LANES, int ROWS, int STEPS, class Pointer, class Access>

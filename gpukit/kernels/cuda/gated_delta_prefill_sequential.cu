@@ -88,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, SEQUENTIAL_BLOCKS) gpuk
     }
     const Batch batch{q, 0, q_token, k, 0, k_token, v, 0, v_token, g, 0, g_token, beta, 0, beta_token, out, 1, 0, key_heads, heads};
     __shared__ Tokens<128, WARPS, TILE, true> memory;
-    const States states{pool, slot_stride, slots, state_bytes == 2, 0};
+    const States states{pool, slot_stride, slots, state_bytes == 2, 0, 0};
     const float factor = __int_as_float(static_cast<int>(scale));
     if (dim == 128)
         prefill<128>(&memory, batch, packed, are_bad, states, source, destination, id_bytes, resume, resume_bytes, factor, normalize, signal);

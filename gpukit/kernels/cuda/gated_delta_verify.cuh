@@ -672,7 +672,7 @@ __device__ __forceinline__ void record(
     constexpr int TILE = tile_of(WARPS, ROWS);
     using Inputs = typename InputsOf<DIM, WIDTH, WARPS, TILE, convolves>::type;
     Place<DIM, WARPS, ROWS, RECORD_LANES> place(blockIdx.x, static_cast<unsigned>(batch.heads));
-    const Groups groups{static_cast<unsigned>(static_cast<uint64>(flags) >> 32)};
+    const Groups groups{upper_half(flags)};
     const int key_head = groups.key_head(place.head);
     if constexpr (!settled) {
         wait_for_predecessor();
