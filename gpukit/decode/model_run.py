@@ -72,9 +72,10 @@ class ModelOptions:
     acceptance : float
         Probability that a draft is right, each by itself.
     verify : {"exact", "fast"}
-        Whether verification computes the bits of plain decoding, or agrees with it within rounding, and is quicker.
+        Whether verification computes the bits of plain decoding, or agrees with it within rounding, and is quicker: with the convolution in
+        front in the same kernel.
     commit : {"fold", "fold_record"}
-        Whether accepted tokens are folded at the end of their round, or while the next one is recorded.
+        Whether states are taken past accepted tokens at the end of their round, or while the next one is recorded.
     seed : int
         Of weights, first tokens, drafts and slots.
     backend : str

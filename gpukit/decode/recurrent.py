@@ -152,9 +152,9 @@ class Decoder:
     width : int
         Columns of the table of drafts.
     commit : {"fold", "fold_record"}
-        Whether accepted tokens are folded at the end of their round, or while the next one is recorded.
+        Whether states are taken past accepted tokens at the end of their round, or while the next one is recorded.
     exact : bool
-        Whether verification computes the bits of plain decoding.
+        Whether verification computes the bits of plain decoding. Otherwise it has the convolution in front in the same kernel.
     seed : int
         Of the order of the slots.
 
@@ -185,7 +185,8 @@ class Decoder:
     ):
         self.geometry, self.weights, self.backend = geometry, weights, backend
         self.batch, self.tokens = batch, 1 if drafts is None else drafts + 1
-        self.speculative, self.deferred, self.exact = drafts is not None, commit == "fold_record", exact
+        self.speculative, self.deferred = drafts is not None, commit == "fold_record"
+        self.fused = self.speculative and not exact
         self.signal = Signal(like=backend.like)
         self.launches = 0
         self.graphs: list[Any] = []
@@ -286,10 +287,14 @@ class Decoder:
         )  # fmt: skip
         if self.speculative and not self.deferred:
             self.commit(side)
+        elif self.fused:
+            # The next round convolves while it takes states along, from histories that must have been taken along before.
+            self._call(gated_delta.fold, self.pool, self.logs[side], self.rows, states=False)
 
     def commit(self, side: int) -> None:
         """Take states and histories past the tokens accepted from a log: at the end of a round, or of the last one where commits are deferred."""
-        self._call(gated_delta.fold, self.pool, self.logs[side], self.rows)
+        histories = not (self.deferred and self.fused)
+        self._call(gated_delta.fold, self.pool, self.logs[side], self.rows, histories=histories)
         if self.deferred:
             # The next round must not take them again.
             self.accepted[...] = 0
@@ -298,9 +303,10 @@ class Decoder:
         weights = self.weights.layers[layer]
         self._call(norm.rms_norm, self._hidden, weights.norm, out=self._normed)
         self._call(linear.linear, self._normed, weights.projection, out=self._projected)
-        self._convolve(layer, side, weights.taps)
+        if not self.fused:
+            self._convolve(layer, side, weights.taps)
         self._call(gates.gate_control, self._x_a, self._x_b, weights.a_log, weights.dt_bias, g_out=self._g, beta_out=self._beta)
-        self._mix(layer, side)
+        self._mix(layer, side, weights.taps)
         self._call(norm.gated_rms_norm, self._mixed.reshape(self._gated.shape), self._gate, weights.output_norm, out=self._gated)
         self._call(linear.linear, self._gated.reshape(len(self._gated), -1), weights.output, out=self._hidden, residual=self._hidden)
 
@@ -313,15 +319,19 @@ class Decoder:
         log = self.logs[side].conv[layer]
         self._call(conv.conv1d_silu_record, self._columns, taps, history, self.slots, log, out=self._convolved, **before)
 
-    def _mix(self, layer: int, side: int) -> None:
-        inputs = (self._q, self._k, self._v, self._g, self._beta, self.pool, self.slots)
+    def _mix(self, layer: int, side: int, taps: Any) -> None:
+        inputs = (self._g, self._beta, self.pool, self.slots)
+        logs = (self.logs[1 - side], self.accepted, self.logs[side]) if self.deferred else self.logs[side : side + 1]
+        # The op in front makes gates and writes nothing else; acceptance and folds lie several ops before it, in the first layer too.
+        options = {"layer": layer, "out": self._mixed, "settled": True}
         if not self.speculative:
-            self._call(gated_delta.direct, *inputs, layer=layer, out=self._mixed)
-        elif self.deferred:
-            logs = (self.logs[1 - side], self.accepted, self.logs[side])
-            self._call(gated_delta.fold_record, *inputs, *logs, layer=layer, out=self._mixed, exact=self.exact)
+            self._call(gated_delta.direct, self._q, self._k, self._v, *inputs, **options)
+        elif self.fused:
+            convolve = gated_delta.conv_fold_record if self.deferred else gated_delta.conv_record
+            self._call(convolve, self._columns, taps, *inputs, *logs, **options)
         else:
-            self._call(gated_delta.record, *inputs, self.logs[side], layer=layer, out=self._mixed, exact=self.exact)
+            verify = gated_delta.fold_record if self.deferred else gated_delta.record
+            self._call(verify, self._q, self._k, self._v, *inputs, *logs, **options, exact=True)
 
     def _call(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         self.launches += 1

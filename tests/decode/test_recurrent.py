@@ -7,9 +7,11 @@ A fault is planted by a decoder whose round does something else once, the way a 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import json
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -128,6 +130,10 @@ def test_counts_and_times_of_a_report():
     # Input ids, embedding, 7 kernels a layer, norm, head, argmax, acceptance; a round folds too.
     assert (report.kernels_per_step, report.kernels_per_round) == (20, 21)
     assert run_model(dataclasses.replace(SMALL, commit="fold_record")).kernels_per_round == 20
+    # Fast verification convolves in the same kernel, and folds histories where it does not fold states.
+    for commit in model_run.COMMITS:
+        report = run_model(dataclasses.replace(SMALL, commit=commit, verify="fast"))
+        assert (report.kernels_per_step, report.kernels_per_round) == (20, 19)
     assert report.step_us > 0 and report.round_us > 0
     assert (report.floor_us, report.tokens_per_second, report.census) == (None, None, {})
     assert report.tokens == round((report.accepted + 1) * report.rounds * 3)
@@ -192,8 +198,9 @@ def rounds(decoder: Decoder, count: int) -> list[list[int]]:
     return tokens
 
 
+@pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("commit", model_run.COMMITS)
-def test_rejected_drafts_leave_no_trace(weights, commit):
+def test_rejected_drafts_leave_no_trace(weights, commit, exact):
     """Two tables that are wrong in different ways at the same places."""
     plain = Decoder(TINY, weights, NumpyBackend(), 2)
     plain.start(np.array([3, 4]))
@@ -201,27 +208,69 @@ def test_rejected_drafts_leave_no_trace(weights, commit):
     right = np.random.default_rng(1).random(truth.shape) < 0.5
     ends = []
     for shift in (1, 200):
-        decoder = Decoder(TINY, weights, NumpyBackend(), 2, drafts=3, width=12, commit=commit)
+        decoder = Decoder(TINY, weights, NumpyBackend(), 2, drafts=3, width=12, commit=commit, exact=exact)
         decoder.start(np.array([3, 4]), np.where(right, truth, (truth + shift) % 512))
         ends.append((rounds(decoder, 4), decoder.pool.rec[:, decoder.places].tobytes(), decoder.pool.conv[:, decoder.places].tobytes()))
     assert ends[0] == ends[1]
 
 
+@pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("commit", model_run.COMMITS)
-def test_idle_sequences_keep_their_states_and_disturb_nobody(weights, commit):
+def test_idle_sequences_keep_their_states_and_disturb_nobody(weights, commit, exact):
     ends = []
     for idle in (False, True):
-        decoder = Decoder(TINY, weights, NumpyBackend(), 3, drafts=2, width=40, commit=commit)
+        decoder = Decoder(TINY, weights, NumpyBackend(), 3, drafts=2, width=40, commit=commit, exact=exact)
         decoder.start(np.array([3, 4, 5]), np.full((3, 40), 9))
         rounds(decoder, 2)
-        before = decoder.pool.rec[:, decoder.places[1]].copy()
+        parts = [array[:, decoder.places[1]] for array in (decoder.pool.rec, decoder.pool.conv)]
+        before = [part.copy() for part in parts]
         if idle:
             decoder.set_active(np.where([True, False, True], decoder.lengths, -1))
         tokens = rounds(decoder, 3)
-        assert (tokens[1] == []) == idle and (decoder.pool.rec[:, decoder.places[1]] == before).all() == idle
+        assert (tokens[1] == []) == idle and [(part == kept).all() for part, kept in zip(parts, before, strict=True)] == [idle, idle]
         assert decoder.signal.counts() == {}
         ends.append((tokens[0], tokens[2], decoder.pool.rec[:, decoder.places[[0, 2]]].tobytes()))
     assert ends[0] == ends[1] and len(ends[0][0]) >= 3
+
+
+def check_commits_end_alike(geometry: Geometry, backend: Any, exact: bool, drafts: int, captured: bool) -> None:
+    """Both commits, half of the drafts right: the same tokens, states and histories, to the bit."""
+    weights = Weights.random(geometry, backend)
+    with recurrent.own_stream(backend) as stream:
+        plain = Decoder(geometry, weights, backend, 3)
+        plain.start(np.array([3, 4, 5]))
+        truth = []
+        for _ in range(6 * (drafts + 1)):
+            plain.round()
+            truth.append(np.array(backend.to_host(plain.anchors)))
+        table = np.array(truth).T.copy()
+        wrong = np.random.default_rng(1).random(table.shape) < 0.5
+        table[wrong] = (table[wrong] + 1) % geometry.vocabulary
+        ends = []
+        for commit in model_run.COMMITS:
+            decoder = Decoder(geometry, weights, backend, 3, drafts=drafts, width=table.shape[1], commit=commit, exact=exact)
+            decoder.start(np.array([3, 4, 5]), table)
+            sides = decoder.compile(stream) if captured else [functools.partial(decoder.round, side) for side in range(len(decoder.logs))]
+            tokens = []
+            for number in range(5):
+                sides[number % len(sides)]()
+                tokens.append(np.array(backend.to_host(decoder.emitted)))
+            if decoder.deferred:
+                decoder.commit(4 % len(sides))
+            # More tokens than rounds: drafts were accepted.
+            assert (backend.to_host(decoder.lengths) > 5).all()
+            live = [backend.to_host(array)[:, decoder.places].view(np.uint16) for array in (decoder.pool.rec, decoder.pool.conv)]
+            ends.append((np.array(tokens), *live))
+            assert decoder.signal.counts() == {}
+            decoder.close()
+    for fold, fold_record in zip(*ends, strict=True):
+        assert np.array_equal(fold, fold_record)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("geometry", [TINY, ODD], ids=lambda geometry: geometry.name)
+def test_both_commits_end_with_the_same_states(geometry, exact):
+    check_commits_end_alike(geometry, NumpyBackend(), exact, 3, captured=False)
 
 
 # Planted faults.
@@ -304,6 +353,23 @@ def test_the_last_commit_of_a_deferred_run_is_checked(monkeypatch):
     monkeypatch.setattr(Decoder, "commit", without_fold)
     report = run_model(dataclasses.replace(SMALL, commit="fold_record"))
     assert {violation.name for violation in report.violations} == {"state", "history"}
+
+
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_histories_that_are_left_behind_once_are_found_with_fast_verification(monkeypatch, skipped):
+    calls = []
+
+    def fold(*args: Any, states: bool = True, **keywords: Any) -> None:
+        calls.append(states)
+        if states or len(calls) != skipped + 1:
+            gated_delta.fold(*args, states=states, **keywords)
+
+    module = SimpleNamespace(direct=gated_delta.direct, conv_fold_record=gated_delta.conv_fold_record, fold=fold)
+    monkeypatch.setattr(recurrent, "gated_delta", module)
+    report = run_model(dataclasses.replace(SMALL, commit="fold_record", verify="fast"))
+    # One fold of histories a round, and one of the last round's states.
+    assert calls == [False] * report.rounds + [True]
+    assert not report.ok and {violation.name for violation in report.violations} <= {"token", "acceptance"}
 
 
 def test_fast_verification_forgives_near_ties_and_nothing_else(monkeypatch):
@@ -469,8 +535,21 @@ def test_nothing_or_everything_accepted_on_a_gpu(acceptance):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("drafts", [3, 7])
+@pytest.mark.parametrize("geometry", [ODD, CUT], ids=["odd", "cut"])
+def test_both_commits_end_with_the_same_states_on_a_gpu(geometry, drafts, exact):
+    from gpukit import warmup
+    from gpukit.decode.backend import CupyBackend
+
+    warmup(subjects=recurrent.SUBJECTS)
+    check_commits_end_alike(geometry, CupyBackend(), exact, drafts, captured=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("commit", model_run.COMMITS)
-def test_graphs_and_eager_rounds_are_the_same_on_a_gpu(commit):
+def test_graphs_and_eager_rounds_are_the_same_on_a_gpu(commit, exact):
     from gpukit import warmup
     from gpukit.decode.backend import CupyBackend
     from gpukit.decode.recurrent import SUBJECTS, own_stream
@@ -482,7 +561,7 @@ def test_graphs_and_eager_rounds_are_the_same_on_a_gpu(commit):
     with own_stream(backend) as stream:
         weights = Weights.random(CUT, backend)
         for captured in (False, True):
-            decoder = Decoder(CUT, weights, backend, 3, drafts=3, width=64, commit=commit)
+            decoder = Decoder(CUT, weights, backend, 3, drafts=3, width=64, commit=commit, exact=exact)
             decoder.start(np.array([1, 2, 3]), table)
             sides = decoder.compile(stream) if captured else [lambda side=side, own=decoder: own.round(side) for side in range(len(decoder.logs))]
             tokens = []

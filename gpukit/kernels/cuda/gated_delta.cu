@@ -103,11 +103,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, DIRECT_BLOCKS) gpukit_d
     const States states{pool, slot_stride, slots, (flags & BFLOAT16_STATES) != 0, prefetch, upper_half(scale)};
     const float scale_of_outputs = __int_as_float(static_cast<int>(scale));
     if (dim == 128 && flags & SETTLED)
-        direct<128, false, true>(&memory, batch, states, source, destination, id_bytes_of(flags, WIDE_SLOTS), scale_of_outputs, flags & NORMALIZE, signal);
+        direct<128, false, true>(&memory, batch, states, source, destination, id_bytes_of(flags, WIDE_SLOTS), scale_of_outputs,
+            flags & NORMALIZE, signal);
     else if (dim == 128)
-        direct<128, false, false>(&memory, batch, states, source, destination, id_bytes_of(flags, WIDE_SLOTS), scale_of_outputs, flags & NORMALIZE, signal);
+        direct<128, false, false>(&memory, batch, states, source, destination, id_bytes_of(flags, WIDE_SLOTS), scale_of_outputs,
+            flags & NORMALIZE, signal);
     else
-        direct<64, false, false>(&memory, batch, states, source, destination, id_bytes_of(flags, WIDE_SLOTS), scale_of_outputs, flags & NORMALIZE, signal);
+        direct<64, false, false>(&memory, batch, states, source, destination, id_bytes_of(flags, WIDE_SLOTS), scale_of_outputs,
+            flags & NORMALIZE, signal);
 }
 
 // `destination` holds a slot a token.
@@ -128,9 +131,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, DIRECT_BLOCKS) gpukit_s
     const States states{pool, slot_stride, slots, (flags & BFLOAT16_STATES) != 0, prefetch, upper_half(scale)};
     const float scale_of_outputs = __int_as_float(static_cast<int>(scale));
     if (dim == 128)
-        direct<128, true, false>(&memory, batch, states, source, destination, id_bytes_of(flags, WIDE_SLOTS), scale_of_outputs, flags & NORMALIZE, signal);
+        direct<128, true, false>(&memory, batch, states, source, destination, id_bytes_of(flags, WIDE_SLOTS), scale_of_outputs,
+            flags & NORMALIZE, signal);
     else
-        direct<64, true, false>(&memory, batch, states, source, destination, id_bytes_of(flags, WIDE_SLOTS), scale_of_outputs, flags & NORMALIZE, signal);
+        direct<64, true, false>(&memory, batch, states, source, destination, id_bytes_of(flags, WIDE_SLOTS), scale_of_outputs,
+            flags & NORMALIZE, signal);
 }
 
 #define GPUKIT_RECORD_PARAMETERS                                    \
@@ -298,10 +303,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, DIRECT_BLOCKS) gpukit_f
     const float scale_of_outputs = __int_as_float(static_cast<int>(scale));
     if (dim == 128)
         record_exactly<128, true>(&memory, batch, states, source, id_bytes_of(flags, WIDE_SLOTS), valid,
-               id_bytes_of(flags, WIDE_VALID), log, previous, accepted, id_bytes_of(flags, WIDE_ACCEPTED), scale_of_outputs, flags & NORMALIZE, signal);
+               id_bytes_of(flags, WIDE_VALID), log, previous, accepted, id_bytes_of(flags, WIDE_ACCEPTED), scale_of_outputs,
+               flags & NORMALIZE, signal);
     else
         record_exactly<64, true>(&memory, batch, states, source, id_bytes_of(flags, WIDE_SLOTS), valid,
-               id_bytes_of(flags, WIDE_VALID), log, previous, accepted, id_bytes_of(flags, WIDE_ACCEPTED), scale_of_outputs, flags & NORMALIZE, signal);
+               id_bytes_of(flags, WIDE_VALID), log, previous, accepted, id_bytes_of(flags, WIDE_ACCEPTED), scale_of_outputs,
+               flags & NORMALIZE, signal);
 }
 
 // What becomes of a row of the log: where its state comes from and goes to, and how many tokens it is taken past.

@@ -361,7 +361,9 @@ struct States {
                     four = load_hinted(reinterpret_cast<const float4*>(at), policy);
                 });
         } else if (are_bfloat16) {
-            visit<DIM, LANES>(state, narrow_rows, [](float4& four, const Bits* at) { four = widen(load_streaming(reinterpret_cast<const uint2*>(at))); });
+            visit<DIM, LANES>(state, narrow_rows, [](float4& four, const Bits* at) {
+                four = widen(load_streaming(reinterpret_cast<const uint2*>(at)));
+            });
         } else {
             visit<DIM, LANES>(state, rows, [](float4& four, const float* at) { four = load_streaming(reinterpret_cast<const float4*>(at)); });
         }

@@ -766,7 +766,8 @@ __device__ __forceinline__ void record(
     if constexpr (settled || (folds_early && convolves))
         load_tokens();
     if constexpr (folds)
-        if (batch.items > 1 && is_taken(source, source, id_bytes_of(flags, WIDE_SLOTS), batch.items, 1, false, states.slots, place.item, found.slot)) {
+        if (batch.items > 1
+            && is_taken(source, source, id_bytes_of(flags, WIDE_SLOTS), batch.items, 1, false, states.slots, place.item, found.slot)) {
             if (place.is_first())
                 count(signal, OCCUPIED);
             return clear_outputs(batch, place, 0);

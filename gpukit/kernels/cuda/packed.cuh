@@ -32,12 +32,13 @@ __device__ __forceinline__ void clear_unowned(const Offsets& offsets, bool are_b
 {
     const int64 begin = are_bad ? 0 : offsets[0];
     const int64 end = are_bad ? 0 : offsets[offsets.sequences];
-    if (first >= begin && first + rows <= end)
+    const int there = static_cast<int>(max(0ll, min(static_cast<int64>(rows), offsets.tokens - first)));
+    if (first >= begin && first + there <= end)
         return;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < rows * vectors; i += blockDim.x) {
+    for (int i = threadIdx.x; i < there * vectors; i += blockDim.x) {
         const int64 row = first + i / vectors;
-        if (row < offsets.tokens && (row < begin || row >= end))
+        if (row < begin || row >= end)
             out[row * stride + i % vectors] = Bytes16{};
     }
 }
