@@ -369,10 +369,16 @@ def span(extent: Extent) -> tuple[int, int]:
     (4048, 4104)
     """
     pointer, itemsize, shape, strides = extent
-    if 0 in shape:
-        return pointer, pointer
-    reaches = [(length - 1) * stride * itemsize for length, stride in zip(shape, strides, strict=True)]
-    return pointer + sum(reach for reach in reaches if reach < 0), pointer + sum(reach for reach in reaches if reach > 0) + itemsize
+    low = high = 0
+    for length, stride in zip(shape, strides, strict=True):
+        if length == 0:
+            return pointer, pointer
+        reach = (length - 1) * stride
+        if reach < 0:
+            low += reach
+        else:
+            high += reach
+    return pointer + low * itemsize, pointer + (high + 1) * itemsize
 
 
 def overlap(first: Extent, second: Extent) -> bool:

@@ -223,7 +223,8 @@ def test_no_op_waits_for_the_device(op: Any) -> None:
     took = time.perf_counter() - start
     assert not torch.cuda.current_stream().query(), "the pending kernel ended too soon for this test to mean anything"
     torch.cuda.synchronize()
-    assert took < 100e-6, f"{op.name} took {took * 1e6:.0f} µs behind a pending kernel"
+    # The kernel takes 50 ms or more; what a call costs the host is measured elsewhere, on a machine that does nothing else.
+    assert took < 2e-3, f"{op.name} took {took * 1e6:.0f} µs behind a pending kernel"
 
 
 def test_a_cold_kernel_inside_a_capture_is_refused_and_the_stream_lives_on() -> None:

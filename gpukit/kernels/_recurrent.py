@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from gpukit.arrays import ITEMSIZE, Extent, contiguous_strides, describe, overla
 from gpukit.errors import ArgumentError, ArgumentTypeError
 from gpukit.kernels._plans import allocate, refuse_other_device, whole
 from gpukit.kernels._tensors import BF16, tensor
-from gpukit.kernels.state_pool import DIMS, ReplayLog, StatePool
+from gpukit.kernels.state_pool import DIMS, Part, ReplayLog, StatePool, share_memory
 from gpukit.launch import IDS
 
 __all__ = [
@@ -77,26 +78,33 @@ def states_at(pool: StatePool, layer: int) -> int:
     return pool.pointer + pool.itemsize * layer * pool.layer_stride
 
 
+_QUERIES = {dim: f"(B, T, key_heads, {dim}), as pool says" for dim in DIMS}
+
+
 def batch(
     array: Any,
     name: str,
     dtypes: tuple[str, ...],
     device: int,
     shape: tuple[int | None, ...],
-    expected: str,
     alignment: int = 1,
     inner: str = "heads",
+    expected: str = "",
+    like: str = "",
 ) -> tuple[tuple[int, int, int], tuple[int, ...]]:
-    """``(pointer, stride of sequences, stride of tokens)`` and shape of an input; None in `shape` is any size but 0."""
+    """``(pointer, stride of sequences, stride of tokens)`` and shape of an input; None in `shape` is any size but 0. Messages say what was
+    expected as `shape` and `like`, or as `expected`."""
     pointer, dtype, got, strides, where, _ = describe(array, name)
-    refuse_other_device(name, max(where, -1), device)
+    if where != device:
+        refuse_other_device(name, max(where, -1), device)
     if dtype not in dtypes:
         raise ArgumentTypeError(f"{name}: expected dtype {' or '.join(dtypes)}, got {dtype}")
-    if len(got) != len(shape) or any(n != m if m is not None else n == 0 for n, m in zip(got, shape, strict=True)):
-        raise ArgumentError(f"{name}: expected shape {expected}, got {tuple(got)}")
-    plain = contiguous_strides(got)
+    if got != shape and (len(got) != len(shape) or any(n != m if m is not None else n == 0 for n, m in zip(got, shape, strict=True))):
+        raise ArgumentError(f"{name}: expected shape {expected or shape}{like}, got {tuple(got)}")
     if strides is None:
-        return (pointer, plain[0], plain[1]), got
+        token = math.prod(got[2:])
+        return (pointer, got[1] * token, token), got
+    plain = contiguous_strides(got)
     # An axis of length 1 has no stride worth looking at.
     seen = tuple(p if n == 1 else s for n, s, p in zip(got, strides, plain, strict=True))
     if seen[2:] != plain[2:]:
@@ -118,18 +126,18 @@ def batch_inputs(q: Any, k: Any, v: Any, g: Any, beta: Any, pool: StatePool, dev
     if len(shape) != 4 or shape[3] not in DIMS:
         raise ArgumentError(f"q: expected shape (B, T, key_heads, 64 or 128), got {tuple(shape)}")
     items = shape[0]
-    q_part, shape = batch(q, "q", BF16, device, (items, None, None, pool.dim), f"(B, T, key_heads, {pool.dim}), as pool says", 8)
+    q_part, shape = batch(q, "q", BF16, device, (items, None, None, pool.dim), 8, expected=_QUERIES[pool.dim])
     _, tokens, key_heads, dim = shape
     if pool.heads % key_heads:
         raise ArgumentError(f"q: expected key heads that divide the {pool.heads} value heads of pool, got {key_heads}")
-    k_part, _ = batch(k, "k", BF16, device, tuple(shape), f"{tuple(shape)} like q", 8)
+    k_part, _ = batch(k, "k", BF16, device, tuple(shape), 8, like=" like q")
     for name, (pointer, _, _) in (("q", q_part), ("k", k_part)):
         if pointer % 16:
             raise ArgumentError(f"{name}: expected an address that is a multiple of 16, got {pointer:#x}")
     values = (items, tokens, pool.heads, dim)
-    v_part, _ = batch(v, "v", BF16, device, values, f"{values}")
-    g_part, _ = batch(g, "g", _FLOAT32, device, values[:3], f"{values[:3]}")
-    beta_part, _ = batch(beta, "beta", _FLOAT32, device, values[:3], f"{values[:3]}")
+    v_part, _ = batch(v, "v", BF16, device, values)
+    g_part, _ = batch(g, "g", _FLOAT32, device, values[:3])
+    beta_part, _ = batch(beta, "beta", _FLOAT32, device, values[:3])
     extents = token_inputs((q_part, k_part, v_part, g_part, beta_part), (items, tokens), key_heads * dim, pool.heads * dim, pool.heads)
     return (*q_part, *k_part, *v_part, *g_part, *beta_part), extents, items, tokens, key_heads
 
@@ -147,7 +155,8 @@ def column_inputs(x: Any, weight: Any, g: Any, beta: Any, pool: StatePool, key_h
     """Pointers and strides of raw columns, taps and gates as the kernels take them, their extents, number of sequences and of tokens."""
     shape = describe(x, "x")[2]
     channels = (2 * key_heads + pool.heads) * pool.dim
-    x_part, shape = batch(x, "x", BF16, device, (*shape[:1], None, channels), f"(B, T, {channels}), as pool and log say", 8, "channels")
+    expected = "" if len(shape) == 3 and shape[1] and shape[2] == channels else f"(B, T, {channels}), as pool and log say"
+    x_part, shape = batch(x, "x", BF16, device, (*shape[:1], None, channels), 8, "channels", expected)
     items, tokens, _ = shape
     if x_part[0] % 16:
         raise ArgumentError(f"x: expected an address that is a multiple of 16, got {x_part[0]:#x}")
@@ -157,8 +166,8 @@ def column_inputs(x: Any, weight: Any, g: Any, beta: Any, pool: StatePool, key_h
     if weight_at % 16:
         raise ArgumentError(f"weight: expected an address that is a multiple of 16, got {weight_at:#x}")
     gates = (items, tokens, pool.heads)
-    g_part, _ = batch(g, "g", _FLOAT32, device, gates, f"{gates}")
-    beta_part, _ = batch(beta, "beta", _FLOAT32, device, gates, f"{gates}")
+    g_part, _ = batch(g, "g", _FLOAT32, device, gates)
+    beta_part, _ = batch(beta, "beta", _FLOAT32, device, gates)
     extents = (
         ("x", (x_part[0], 2, (items, tokens, channels), (*x_part[1:], 1))),
         ("weight", (weight_at, 2, (channels * _TAPS,), (1,))),
@@ -170,20 +179,21 @@ def column_inputs(x: Any, weight: Any, g: Any, beta: Any, pool: StatePool, key_h
 
 def keep_apart(out_at: int, elements: int, inputs: Inputs, pool: StatePool, log: ReplayLog | None = None, previous: ReplayLog | None = None) -> None:
     """Raise, if what an op writes shares memory with what it reads, or its outputs with states and logs. `out_at` is 0 for none yet."""
-    written: list[tuple[str, int, int, Callable[[], list[Extent]]]] = [("pool", *pool.span, pool.extents)]
+    written = [("pool", pool.parts)]
     if log is not None:
-        written.append(("log", *log.span, log.extents))
+        written.append(("log", log.parts))
     if out_at and elements:
-        out: Extent = (out_at, 2, (elements,), (1,))
+        out: tuple[Part, ...] = ((out_at, out_at + 2 * elements, (out_at, 2, (elements,), (1,))),)
         for name, own in (("pool", pool), ("log", log), ("previous", previous)):
-            if own is not None and own.span[0] < out_at + 2 * elements and out_at < own.span[1] and any(overlap(out, part) for part in own.extents()):
+            if own is not None and share_memory(out, own.parts):
                 raise ArgumentError(f"out: expected memory apart from {name}, but it overlaps it")
-        written.append(("out", out_at, out_at + 2 * elements, lambda: [out]))
+        written.append(("out", out))
     for name, extent in inputs:
         begin, end = span(extent)
-        for other, low, high, parts in written:
-            if begin < high and low < end and any(overlap(extent, part) for part in parts()):
-                raise ArgumentError(f"{other}: expected memory apart from {name}, but it overlaps it")
+        for other, parts in written:
+            for low, high, part in parts:
+                if begin < high and low < end and overlap(extent, part):
+                    raise ArgumentError(f"{other}: expected memory apart from {name}, but it overlaps it")
 
 
 def output_like(out: Any, v: Any, shape: tuple[int, ...], device: int, handle: int) -> tuple[Any, int]:

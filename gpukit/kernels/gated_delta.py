@@ -20,7 +20,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from gpukit import checks
-from gpukit.arrays import ITEMSIZE, describe, overlap
+from gpukit.arrays import ITEMSIZE, describe
 from gpukit.errors import ArgumentError, ArgumentTypeError, Signal
 from gpukit.kernels._plans import refuse_other_device, signal_pointer
 from gpukit.kernels._recurrent import (
@@ -38,7 +38,7 @@ from gpukit.kernels._recurrent import (
     states_at,
 )
 from gpukit.kernels.reference import gated_delta as reference
-from gpukit.kernels.state_pool import ReplayLog, StatePool
+from gpukit.kernels.state_pool import ReplayLog, StatePool, share_memory
 from gpukit.launch import IDS, Kernel, host, nothing, operation
 from gpukit.streams import choose
 
@@ -890,8 +890,6 @@ def _log(
 def _refuse_overlap(log: ReplayLog, name: str, other: StatePool | ReplayLog, other_name: str) -> None:
     if other in log.apart_from:
         return
-    if log.span[0] < other.span[1] and other.span[0] < log.span[1]:
-        for part in log.extents():
-            if any(overlap(part, theirs) for theirs in other.extents()):
-                raise ArgumentError(f"{name}: expected memory of its own, but it overlaps {other_name}")
+    if share_memory(log.parts, other.parts):
+        raise ArgumentError(f"{name}: expected memory of its own, but it overlaps {other_name}")
     log.apart_from.add(other)

@@ -7,6 +7,7 @@ what happens to states is in `gated_delta`.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 from gpukit import arrays
@@ -65,7 +66,7 @@ class StatePool:
 
     __slots__ = (
         "channels", "conv", "conv_layer_stride", "conv_pointer", "conv_slot_stride", "device", "dim", "heads", "itemsize", "layer_stride",
-        "layers", "__weakref__", "pointer", "rec", "slot_stride", "slots", "span",
+        "layers", "__weakref__", "parts", "pointer", "rec", "slot_stride", "slots",
     )  # fmt: skip
 
     def __init__(self, rec: Any, conv: Any = None):
@@ -84,10 +85,10 @@ class StatePool:
             if conv_shape[:3] != (self.layers, self.slots, TAPS) or self.channels % 8:
                 raise ArgumentError(f"conv: expected shape ({self.layers}, {self.slots}, {TAPS}, multiple of 8), got {conv_shape}")
             self.conv_layer_stride, self.conv_slot_stride = conv_strides[:2]
-            states, histories = self.extents()
+            states, histories = self._extents()
             if overlap(states, histories):
                 raise ArgumentError("conv: expected memory of its own, but it overlaps rec")
-        self.span = _hull(self.extents())
+        self.parts = parts_of(self._extents())
 
     @classmethod
     def allocate(
@@ -122,7 +123,7 @@ class StatePool:
             conv = None if conv is None else conv.swapaxes(0, 1)
         return cls(rec, conv)
 
-    def extents(self) -> list[Extent]:
+    def _extents(self) -> list[Extent]:
         """Pointer, item size, shape and element strides of each part."""
         shape, size = (self.layers, self.slots), self.heads * self.dim**2
         found: list[Extent] = [(self.pointer, self.itemsize, (*shape, size), (self.layer_stride, self.slot_stride, 1))]
@@ -165,7 +166,7 @@ class ReplayLog:
 
     __slots__ = (
         "__weakref__", "apart_from", "channels", "conv", "conv_pointer", "device", "dim", "gates", "gates_pointer", "heads", "k", "k_pointer",
-        "key_heads", "layers", "rows", "span", "v", "v_pointer", "width",
+        "key_heads", "layers", "parts", "rows", "v", "v_pointer", "width",
     )  # fmt: skip
 
     def __init__(self, k: Any, v: Any, gates: Any, conv: Any = None):
@@ -191,13 +192,13 @@ class ReplayLog:
             self.channels = conv_shape[3]
             if conv_shape[:3] != shape[:3] or self.channels % 8:
                 raise ArgumentError(f"conv: expected shape ({self.layers}, {self.rows}, {self.width}, multiple of 8), got {conv_shape}")
-        parts = self.extents()
+        parts = self._extents()
         names = ("k", "v", "gates", "conv")
         for i, part in enumerate(parts):
             for j in range(i):
                 if overlap(parts[j], part):
                     raise ArgumentError(f"{names[i]}: expected memory of its own, but it overlaps {names[j]}")
-        self.span = _hull(parts)
+        self.parts = parts_of(parts)
         # Pools and logs found to share no memory with this one; nothing about either can change.
         self.apart_from: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -213,7 +214,7 @@ class ReplayLog:
             arrays.full((*outer, channels), 0, bfloat16, like) if channels else None,
         )
 
-    def extents(self) -> list[Extent]:
+    def _extents(self) -> list[Extent]:
         """Pointer, item size, shape and element strides of each part."""
         entries = self.layers * self.rows * self.width
         found: list[Extent] = [
@@ -226,10 +227,22 @@ class ReplayLog:
         return found
 
 
-def _hull(extents: list[Extent]) -> tuple[int, int]:
-    """From the first byte of all parts to behind the last one."""
-    spans = [span(extent) for extent in extents]
-    return min(begin for begin, _ in spans), max(end for _, end in spans)
+# Address of the first byte, of the one behind the last, and the array by its numbers.
+Part = tuple[int, int, Extent]
+
+
+def parts_of(extents: Iterable[Extent]) -> tuple[Part, ...]:
+    """Arrays that are often asked whether they share memory with others."""
+    return tuple((*span(extent), extent) for extent in extents)
+
+
+def share_memory(some: Iterable[Part], others: Iterable[Part]) -> bool:
+    """Whether one of some arrays shares an element with one of others."""
+    return any(
+        begin < high and low < end and overlap(extent, other)
+        for begin, end, extent in some
+        for low, high, other in others
+    )  # fmt: skip
 
 
 def _bfloat16(like: Any) -> str:

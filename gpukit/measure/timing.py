@@ -83,7 +83,9 @@ class Stopwatch:
         bindings = devices.driver()
         self._stream = stream
         self._device = device
-        self._events = [devices.call(bindings.cuEventCreate(0), "cuEventCreate") for _ in range(2)]
+        # The calling thread may have no context yet, or that of another device.
+        with devices.current(device):
+            self._events = [devices.call(bindings.cuEventCreate(0), "cuEventCreate") for _ in range(2)]
 
     def start(self) -> None:
         """Record the first event, behind a short sleep that lets the host get ahead: its delays stay out of the measurement."""
