@@ -22,7 +22,7 @@ from gpukit.errors import (
 )
 
 if TYPE_CHECKING:
-    from gpukit import kernels
+    from gpukit import compile, decode, graphs, kernels, measure, memory
     from gpukit.compile import CompileStats, compile_stats
     from gpukit.launch import warmup
 
@@ -40,13 +40,20 @@ __all__ = [
     "OutOfPages",
     "Signal",
     "SignalError",
+    "compile",
     "compile_stats",
+    "decode",
+    "graphs",
     "kernels",
+    "measure",
+    "memory",
     "warmup",
 ]
 
 # Where the names live that are loaded on first use; None is a module of its own.
-_LAZY = {"CompileStats": "gpukit.compile", "compile_stats": "gpukit.compile", "warmup": "gpukit.launch", "kernels": None}
+_LAZY = {"CompileStats": "gpukit.compile", "compile_stats": "gpukit.compile", "warmup": "gpukit.launch"} | dict.fromkeys(
+    ("compile", "decode", "graphs", "kernels", "measure", "memory")
+)
 
 
 def __getattr__(name: str) -> Any:
@@ -56,3 +63,7 @@ def __getattr__(name: str) -> Any:
     value = importlib.import_module(f"gpukit.{name}") if home is None else getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

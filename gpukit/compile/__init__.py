@@ -98,10 +98,19 @@ def raw_module(subject: str, device: int = 0) -> Any:
     """A CUDA C subject as a plain `cupy.RawModule`, from the same cubin that gpukit launches; for notebooks.
 
     Its kernels take every argument as 8 bytes: addresses and integers as `numpy.int64`.
-    """
-    import cupy
 
+    Raises
+    ------
+    DeviceError
+        No driver, no device, or CuPy is not installed.
+    """
     from gpukit import devices
+    from gpukit.errors import DeviceError
+
+    try:
+        import cupy
+    except ImportError as error:
+        raise DeviceError(f"raw_module needs CuPy ({error}); install gpukit with the extra cu13 or cu12") from None
 
     arch = devices.architecture(device)
     key = cache.key("cuda", subject, "", (), arch)
