@@ -125,19 +125,21 @@ def _bank(matrix: Any, name: str, rows: int, columns: int, device: int) -> tuple
 
 
 def _plain(array: Any, name: str, dtypes: tuple[str, ...], shape: tuple[int, int], device: int | None) -> int:
-    address, found, _, _, where = tensor(array, name, dtypes, (2,), device, contiguous=2)
+    address, found, _, _, _ = tensor(array, name, dtypes, (2,), device, contiguous=2)
     if found != shape:
         raise ArgumentError(f"{name}: expected shape {shape}, got {found}")
-    if where >= 0 and address % 16:
+    if address % 16:
         raise ArgumentError(f"{name}: expected an address that is a multiple of 16, got {address:#x}")
     return address
 
 
 def _rows(matrix: Any, name: str) -> int:
     """Rows of a matrix whose size is not known yet."""
-    whole = matrix.scales if isinstance(matrix, Fp8 | RowSplit) else matrix
+    whole, name = (matrix.scales, f"{name}.scales") if isinstance(matrix, Fp8 | RowSplit) else (matrix, name)
     shape = describe(whole, name)[2]
-    return int(shape[0]) if shape else 0
+    if len(shape) != 2:
+        raise ArgumentError(f"{name}: expected 2 dimensions, got shape {tuple(shape)}")
+    return int(shape[0])
 
 
 def geometry_of(weights: Any, device: int | None = None) -> Geometry:
@@ -150,11 +152,12 @@ def geometry_of(weights: Any, device: int | None = None) -> Geometry:
     _, (rows, hidden), _, _, device = tensor(weights.router, "weights.router", BF16, (2,), device, contiguous=2)
     experts = router_experts(rows, has_shared, "weights.router")
     router_at = _plain(weights.router, "weights.router", BF16, (rows, hidden), device)
-    width, left = divmod(_rows(weights.gate_up, "weights.gate_up"), 2 * experts)
+    rows_of_gate_up = _rows(weights.gate_up, "weights.gate_up")
+    width, left = divmod(rows_of_gate_up, 2 * experts)
     if left or width == 0 or width % _UNIT:
-        raise ArgumentError(
-            f"weights.gate_up: expected {experts} times two times a multiple of {_UNIT} rows, got {_rows(weights.gate_up, 'weights.gate_up')}"
-        )
+        source = "the rows of weights.router" + ", less the shared expert's gate" * has_shared
+        wanted = f"{experts} times two times a multiple of {_UNIT} rows ({experts} experts: {source})"
+        raise ArgumentError(f"weights.gate_up: expected {wanted}, got {rows_of_gate_up}")
     if hidden == 0 or hidden % _UNIT:
         raise ArgumentError(f"weights.router: expected rows of a multiple of {_UNIT} elements, got {hidden}")
     if experts * max(2 * width * hidden, hidden * width) // _STEP >= _MOST_STEPS:

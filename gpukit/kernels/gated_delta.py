@@ -620,7 +620,7 @@ def conv_fold_record(
         States; those of `layer` are read, and written where something was accepted. Histories of the convolution are only read: they must have
         been taken past the same tokens before, by ``fold(pool, previous, rows, states=False)``, one launch for all layers.
     slots, previous, accepted
-        As in `fold_record`.
+        As in `fold_record`. `previous` and `log` have the same shapes, as have `g` and `beta`: nothing can notice when they are exchanged.
     log : ReplayLog
         Log of this round, as in `conv_record`; another one than `previous`.
     layer, out, valid, scale, normalize, prefetch_layer, settled, keep, stream, signal
@@ -687,10 +687,10 @@ def fold(
         ``(source slot, destination slot, m)``, contiguous; row i belongs to row i of the log. m counts verified tokens, the anchor
         included. With m = 0 nothing happens in place, and the state is copied otherwise. A row with a negative slot is idle; one with a
         slot past the pool, or m outside 0 … W, is skipped and counted as ``out_of_range``. Destinations are distinct, and none is
-        another row's source: a row whose destination is taken is skipped and counted as ``occupied``.
+        another row's source: a row whose destination is taken is skipped and counted as ``occupied``; of rows that share a destination, all are.
     states, histories : bool
         Whether states are taken along, and histories if the pool has them. Histories alone are what `conv_fold_record` wants to have been
-        taken along before it.
+        taken along before it; ``states=False`` does nothing, and counts nothing, where pool and log have no histories.
     normalize : bool
         As it was in `record`.
     keep : float, optional
@@ -735,8 +735,10 @@ def fold(
     refuse_other_device("rows", max(where, -1), device)
     if id_type not in IDS:
         raise ArgumentTypeError(f"rows: expected dtype {' or '.join(IDS)}, got {id_type}")
-    if len(shape) != 2 or shape[1] != 3 or shape[0] > log.rows or strides is not None:
+    if len(shape) != 2 or shape[1] != 3 or strides is not None:
         raise ArgumentError(f"rows: expected a contiguous array of shape (at most {log.rows}, 3), got shape {tuple(shape)}, strides {strides}")
+    if shape[0] > log.rows:
+        raise ArgumentError(f"rows: expected at most {log.rows} rows, as the log has, got {shape[0]}")
     hint = _hint(keep)
     if not (states or (histories and pool.channels)):
         return nothing()

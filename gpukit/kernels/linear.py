@@ -102,6 +102,9 @@ def linear(x: Any, weight: Any, *, out: Any = None, residual: Any = None, stream
         like_shape(residual_shape, "residual", shape, "x and weight")
         if result is not None and (added[:3] != result[:3] or result[3] == "float32"):
             refuse_overlap("out", result, "residual", added)
+    x_row = x_strides[0] if tokens > 1 else inputs
+    if tokens and outputs:
+        _require_accesses(x_at, x_row, weight_at)
     if device < 0:
         out = arrays.empty(shape, dtype, x) if out is None else out
         return host(reference.linear, x, weight, out, residual)
@@ -115,12 +118,6 @@ def linear(x: Any, weight: Any, *, out: Any = None, residual: Any = None, stream
         out_at, _, (out_row, _), out_type, _ = result
     if tokens == 0 or outputs == 0:
         return nothing(out)
-    x_row = x_strides[0] if tokens > 1 else inputs
-    for name, address in (("x", x_at), ("weight", weight_at)):
-        if address % 16:
-            raise ArgumentError(f"{name}: expected an address that is a multiple of 16, got {address:#x}")
-    if x_row % 8 or abs(x_row) >= _MOST_STRIDE:
-        raise ArgumentError(f"x: expected rows at a stride that is a multiple of 8 elements and less than {_MOST_STRIDE}, got {x_row}")
     width = min((size for size in _LINEAR if size >= tokens), default=64)
     slice_shift = 4 if outputs < _FEW_ROWS else 3
     # Groups of rows share a block, and so what they read of the tokens, once that is much beside the weight.
@@ -134,6 +131,15 @@ def linear(x: Any, weight: Any, *, out: Any = None, residual: Any = None, stream
         slice_shift, token_blocks,
     )  # fmt: skip
     return _LINEAR[width].launch((), device, handle, blocks, 32 * groups << slice_shift, arguments, out)
+
+
+def _require_accesses(x_at: int, x_row: int, weight_at: int) -> None:
+    """Refuse addresses and rows that accesses of 16 bytes cannot begin at."""
+    for name, address in (("x", x_at), ("weight", weight_at)):
+        if address % 16:
+            raise ArgumentError(f"{name}: expected an address that is a multiple of 16, got {address:#x}")
+    if x_row % 8 or abs(x_row) >= _MOST_STRIDE:
+        raise ArgumentError(f"x: expected rows at a stride that is a multiple of 8 elements and less than {_MOST_STRIDE}, got {x_row}")
 
 
 @operation

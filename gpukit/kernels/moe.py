@@ -143,7 +143,7 @@ def route(
     router_at, shape, _, _, _ = tensor(router, "router", BF16, (2,), device, contiguous=2)
     experts = router_experts(shape[0], shared, "router")
     like_shape(shape, "router", (shape[0], hidden), "the rows of x")
-    _require_aligned("router", router_at, device)
+    _require_aligned("router", router_at)
     handle = choose(stream, x) if device >= 0 else 0
     counters = signal_pointer(signal, device) if signal is not None and device >= 0 else 0
     ids, ids_at = _result(ids, "ids", (tokens, TOP), "int32", x, device, handle)
@@ -310,7 +310,7 @@ def down_add(
     elif shared_scale is not None:
         raise ArgumentError(f"shared_scale: expected None without a shared expert, got {type(shared_scale).__name__}")
     act_at = _given(act, "act", (tokens, geometry.paths, geometry.width), "float32", device)
-    _require_aligned("act", act_at, device)
+    _require_aligned("act", act_at)
     counters = signal_pointer(signal, device) if signal is not None and device >= 0 else 0
     groups_at = _workspace_address(workspace, _GROUPS_BYTES, device)
     if device < 0:
@@ -401,8 +401,8 @@ def sparse_moe(
     refuse_overlap("dest", residual, "x", tokens_of_x)
     schedule = _schedule(schedule, tokens)
     if schedule == "prefill":
-        _require_aligned("dest", residual[0], device)
-        if device >= 0 and tokens > 1 and residual[2][0] % 8:
+        _require_aligned("dest", residual[0])
+        if tokens > 1 and residual[2][0] % 8:
             raise ArgumentError(f"dest: expected rows at a stride that is a multiple of 8 elements for prefill, got {residual[2][0]}")
     needed = _layout(tokens, geometry, schedule)[-1]
     workspace_at = _workspace_address(workspace, needed, device)
@@ -472,13 +472,13 @@ def prefill_reduce(grouped: Any, packed_index: Any, alpha: Any, out: Any, *, str
     tokens, paths = shape
     like_shape(out_shape, "out", (tokens, hidden), "packed_index and grouped")
     refuse_overlap("out", sums, "grouped", rows)
+    _require_aligned("grouped", grouped_at)
+    _require_aligned("out", out_at)
+    if tokens > 1 and out_row % 8:
+        raise ArgumentError(f"out: expected rows at a stride that is a multiple of 8 elements, got {out_row}")
     if device < 0:
         return host(reference.prefill_reduce, grouped, packed_index, alpha, out, signal=signal)
     counters = signal_pointer(signal, device) if signal is not None else 0
-    _require_aligned("grouped", grouped_at, device)
-    _require_aligned("out", out_at, device)
-    if tokens > 1 and out_row % 8:
-        raise ArgumentError(f"out: expected rows at a stride that is a multiple of 8 elements, got {out_row}")
     handle = choose(stream, grouped)
     if tokens == 0 or hidden == 0:
         return nothing(out)
@@ -551,19 +551,19 @@ def _layout(tokens: int, geometry: Geometry, schedule: str) -> tuple[int, ...]:
 def _tokens(x: Any) -> Tensor:
     """The tokens: contiguous rows of whole units, at a stride of whole accesses."""
     found = tensor(x, "x", BF16, (2,))
-    address, (tokens, hidden), (row, _), _, device = found
+    address, (tokens, hidden), (row, _), _, _ = found
     if hidden == 0 or hidden % 128 or hidden >= _MOST_STRIDE:
         raise ArgumentError(f"x: expected rows of a multiple of 128 elements, less than {_MOST_STRIDE}, got shape {(tokens, hidden)}")
     if tokens > _MOST_TOKENS:
         raise ArgumentError(f"x: expected at most {_MOST_TOKENS} tokens, got {tokens}")
-    if device >= 0 and tokens > 1 and (row % 8 or abs(row) >= _MOST_STRIDE):
+    if tokens > 1 and (row % 8 or abs(row) >= _MOST_STRIDE):
         raise ArgumentError(f"x: expected rows at a stride that is a multiple of 8 elements and less than {_MOST_STRIDE}, got {row}")
-    _require_aligned("x", address, device)
+    _require_aligned("x", address)
     return found
 
 
-def _require_aligned(name: str, address: int, device: int) -> None:
-    if device >= 0 and address % 16:
+def _require_aligned(name: str, address: int) -> None:
+    if address % 16:
         raise ArgumentError(f"{name}: expected an address that is a multiple of 16, got {address:#x}")
 
 
@@ -579,7 +579,7 @@ def _result(array: Any, name: str, shape: tuple[int, ...], dtype: str, like: Any
     """The given output after a check, or a new one, and its address."""
     if array is not None:
         address = _given(array, name, shape, dtype, device, written=True)
-        _require_aligned(name, address, device)
+        _require_aligned(name, address)
         return array, address
     if device < 0:
         return arrays.empty(shape, dtype, like), 0
@@ -593,7 +593,7 @@ def _workspace_address(workspace: Any, needed: int, device: int) -> int:
     address, size, _, _ = arrays.output(workspace, "workspace", ("uint8",), device)
     if size < needed:
         raise ArgumentError(f"workspace: expected at least {needed} bytes, got {size}")
-    _require_aligned("workspace", address, device)
+    _require_aligned("workspace", address)
     return address
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from gpukit import arrays
 from gpukit.arrays import ITEMSIZE, Extent, describe, overlap, span
 from gpukit.errors import ArgumentError, ArgumentTypeError
-from gpukit.kernels._plans import positive, refuse_other_device
+from gpukit.kernels._plans import positive, refuse_other_device, whole
 from gpukit.kernels._tensors import BF16
 
 __all__ = ["DIMS", "ReplayLog", "StatePool"]
@@ -101,7 +101,7 @@ class StatePool:
         layers, slots, heads, dim : int
             Shape of the states: [layers, slots, heads, dim, dim].
         channels : int
-            Channels of the convolution; 0 for a pool without histories.
+            Channels of the convolution, a multiple of 8; 0 for a pool without histories.
         layout : {"layer", "slot"}
             Whether the slots of a layer or the layers of a slot lie together. With few of many slots live, slot-major keeps the live bytes
             together.
@@ -114,6 +114,7 @@ class StatePool:
             raise ArgumentError(f"layout: expected 'layer' or 'slot', got {layout!r}")
         if dtype not in ("float32", "bfloat16"):
             raise ArgumentError(f"dtype: expected 'float32' or 'bfloat16', got {dtype!r}")
+        channels = _channels(channels)
         outer = (positive(layers, "layers"), positive(slots, "slots"))
         outer = outer if layout == "layer" else outer[::-1]
         rec = arrays.full((*outer, positive(heads, "heads"), positive(dim, "dim"), dim), 0, dtype if dtype == "float32" else _bfloat16(like), like)
@@ -205,11 +206,14 @@ class ReplayLog:
     @classmethod
     def allocate(cls, layers: int, rows: int, width: int, key_heads: int, heads: int, dim: int, *, channels: int = 0, like: Any = None) -> ReplayLog:
         """A log of zeros, in the library and on the device of `like`; NumPy by default."""
+        channels = _channels(channels)
+        if positive(heads, "heads") % positive(key_heads, "key_heads"):
+            raise ArgumentError(f"heads: expected a multiple of {key_heads}, the key heads, got {heads}")
         outer = (positive(layers, "layers"), positive(rows, "rows"), positive(width, "width"))
         bfloat16 = _bfloat16(like)
         return cls(
-            arrays.full((*outer, positive(key_heads, "key_heads"), positive(dim, "dim")), 0, bfloat16, like),
-            arrays.full((*outer, positive(heads, "heads"), dim), 0, bfloat16, like),
+            arrays.full((*outer, key_heads, positive(dim, "dim")), 0, bfloat16, like),
+            arrays.full((*outer, heads, dim), 0, bfloat16, like),
             arrays.full((*outer, heads, 2), 0, "float32", like),
             arrays.full((*outer, channels), 0, bfloat16, like) if channels else None,
         )
@@ -243,6 +247,14 @@ def share_memory(some: Iterable[Part], others: Iterable[Part]) -> bool:
         for begin, end, extent in some
         for low, high, other in others
     )  # fmt: skip
+
+
+def _channels(channels: Any) -> int:
+    """Channels of a convolution, 0 for none: whole accesses of 16 bytes."""
+    found = whole(channels, "channels", 0)
+    if found % 8:
+        raise ArgumentError(f"channels: expected a multiple of 8, got {found}")
+    return found
 
 
 def _bfloat16(like: Any) -> str:

@@ -94,7 +94,8 @@ BAD_CALLS = [
     (lambda: record(log=overlapping_log()), VALUE, "log: expected memory of its own, but it overlaps pool"),
     (lambda: record(valid=SLOTS[:1]), VALUE, r"valid: expected shape \(2,\)"),
     (lambda: fold_record(previous=LOG), VALUE, "log: expected memory of its own, but it overlaps previous"),
-    (lambda: gated_delta.fold(POOL, LOG, np.zeros((3, 3), int)), VALUE, r"rows: expected a contiguous array of shape \(at most 2, 3\)"),
+    (lambda: gated_delta.fold(POOL, LOG, np.zeros((3, 3), int)), VALUE, "rows: expected at most 2 rows, as the log has, got 3"),
+    (lambda: gated_delta.fold(POOL, LOG, np.zeros((2, 4), int)), VALUE, r"rows: expected a contiguous array of shape \(at most 2, 3\)"),
     (lambda: gated_delta.fold(POOL, LOG, np.zeros((2, 3))), TYPE, "rows: expected dtype int32 or int64, got float64"),
     (lambda: gated_delta.fold(StatePool.allocate(2, 4, 2, 64, channels=8), LOG, SLOTS), VALUE, "log: expected 8 convolution channels like pool"),
     (lambda: gated_delta.fold(StatePool.allocate(3, 4, 2, 64), LOG, SLOTS), VALUE, "log: expected 3 layers of 2 heads of 64 like pool"),
@@ -104,6 +105,10 @@ BAD_CALLS = [
     (lambda: StatePool(POOL.rec.swapaxes(3, 4)), VALUE, "rec: expected the axes behind layers and slots contiguous"),
     (lambda: StatePool(POOL.rec, np.zeros((2, 4, 2, 8), np.uint16)), VALUE, r"conv: expected shape \(2, 4, 3, multiple of 8\)"),
     (lambda: StatePool.allocate(1, 1, 1, 64, layout="head"), VALUE, "layout: expected 'layer' or 'slot', got 'head'"),
+    (lambda: StatePool.allocate(1, 1, 1, 64, channels=250), VALUE, "channels: expected a multiple of 8, got 250"),
+    (lambda: StatePool.allocate(1, 1, 1, 64, channels=-8), VALUE, "channels: expected at least 0, got -8"),
+    (lambda: ReplayLog.allocate(1, 1, 1, 1, 1, 64, channels=250), VALUE, "channels: expected a multiple of 8, got 250"),
+    (lambda: ReplayLog.allocate(1, 1, 1, key_heads=2, heads=3, dim=64), VALUE, "heads: expected a multiple of 2, the key heads, got 3"),
     (lambda: ReplayLog(LOG.k, LOG.k, LOG.gates), VALUE, r"gates: expected shape \(2, 2, 3, 1, 2\) like v"),
     (lambda: ReplayLog(LOG.k, LOG.k, np.zeros((2, 2, 3, 1, 2), np.float32)), VALUE, "v: expected memory of its own, but it overlaps k"),
 ]
@@ -129,6 +134,15 @@ def test_what_is_padding_stands_in_nobodys_way() -> None:
     signal = Signal()
     direct(pool=pool, layer=0, slots=np.array([2, 1]), destination_slots=np.array([-1, 2]), signal=signal)
     assert signal.counts() == {} and (pool.rec[0, [0, 1, 3]] == 1).all() and not (pool.rec[0, 2] == 1).all()
+
+
+def test_rows_that_share_a_destination_are_all_skipped() -> None:
+    pool, signal = StatePool(np.arange(4, dtype=np.float32).repeat(2 * 64 * 64).reshape(1, 4, 2, 64, 64)), Signal()
+    log = ReplayLog.allocate(1, 3, 1, 1, 2, 64)
+    gated_delta.fold(pool, log, np.array([[1, 0, 0], [2, 0, 0], [1, 3, 0]]), signal=signal)
+    assert signal.counts() == {"occupied": 2} and pool.rec[0, :, 0, 0, 0].tolist() == [0, 1, 2, 1]
+    gated_delta.fold(pool, log, np.array([[1, 0, 0], [2, 0, 0]]), states=False, signal=signal)
+    assert signal.counts() == {"occupied": 2}
 
 
 def test_an_empty_batch_gives_an_empty_array() -> None:

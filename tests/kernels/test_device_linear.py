@@ -43,6 +43,9 @@ BAD_CALLS = [
     (lambda: linear(MEMORY[:2], W, out=MEMORY[1:3, :8]), VALUE, "out: expected memory apart from x"),
     (lambda: linear(X, MEMORY, out=MEMORY[:2, :4]), VALUE, "out: expected memory apart from weight"),
     (lambda: linear(X, W, out=MEMORY[:2, :8], residual=MEMORY[1:3, :8]), VALUE, "out: expected memory apart from residual"),
+    (lambda: linear(MEMORY[:2, 4:36], W[:, :32].copy(), out=OUT), VALUE, "x: expected an address that is a multiple of 16, got 0x"),
+    (lambda: linear(X, MEMORY.reshape(-1)[4:196].reshape(3, 64)), VALUE, "weight: expected an address that is a multiple of 16, got 0x"),
+    (lambda: linear(np.zeros((2, 68), np.uint16)[:, :64], W, out=OUT), VALUE, "x: expected rows at a stride that is a multiple .* got 68"),
     (lambda: embed(IDS.astype(np.uint8), TABLE), TYPE, "ids: expected dtype int32 or int64, got uint8"),
     (lambda: embed(IDS[:, None], TABLE), VALUE, r"ids: expected 1 dimension, got shape \(2, 1\)"),
     (lambda: embed(IDS, TABLE[0]), VALUE, r"table: expected 2 dimensions, got shape \(8,\)"),
@@ -64,6 +67,8 @@ def test_numpy_arrays_run_the_reference_and_new_outputs_have_the_dtype_of_the_in
     hidden = bits(np.ones((2, 8)))
     assert linear(X, W, out=hidden, residual=hidden) is hidden and (numbers(hidden) == 65).all()
     assert linear(X[:0], W).shape == (0, 8) and linear(X, W[:0]).shape == (2, 0)
+    # One row has no stride.
+    assert (numbers(linear(np.pad(X, ((0, 0), (0, 4)))[:1, :64], W)) == 64).all()
     assert embed(IDS, TABLE.view(ml_dtypes.bfloat16)).dtype == ml_dtypes.bfloat16 and embed(IDS[:0], TABLE).shape == (0, 8)
 
 

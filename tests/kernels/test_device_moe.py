@@ -25,6 +25,7 @@ X, DEST = bits(np.ones((2, H))), np.zeros((2, H), np.uint16)
 IDS, ALPHA, SCALE = np.tile(np.arange(8, dtype=np.int32), (2, 1)), np.ones((2, 8), np.float32), np.ones(2, np.float32)
 ACT, GROUPED = np.zeros((2, 9, W), np.float32), np.ones((4, 16), np.float32)
 MEMORY = np.zeros((4, H), np.uint16)
+BYTES = np.zeros(2**17, np.uint8)
 
 
 def names(mix: tuple[str, str, str | None]) -> str:
@@ -40,6 +41,17 @@ def changed(weights: MoeWeights, **fields: Any) -> MoeWeights:
 def cut(one: RowSplit, **fields: Any) -> RowSplit:
     """A matrix with other planes."""
     return RowSplit(**({"format": one.format, "base": one.base, "high": one.high, "scales": one.scales} | fields))
+
+
+def misaligned(array: np.ndarray) -> np.ndarray:
+    """Zeros of the same shape at an address that is 8 above a multiple of 16."""
+    begin = (8 - BYTES.ctypes.data) % 16
+    return BYTES[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
+
+
+def wider(array: np.ndarray) -> np.ndarray:
+    """Zeros of the same shape, whose rows lie a stride apart that is no multiple of 8."""
+    return np.zeros((len(array), array.shape[1] + 4), array.dtype)[:, :-4]
 
 
 MIXED = changed(SMALL, shared_down=QUANTIZED.shared_down)
@@ -83,6 +95,26 @@ BAD_CALLS = [
     (lambda: prefill_reduce(GROUPED, IDS, ALPHA[:, :7].copy(), DEST), VALUE, r"alpha: expected shape \(2, 8\), got \(2, 7\)"),
     (lambda: prefill_reduce(GROUPED, IDS, ALPHA, DEST), VALUE, r"out: expected shape \(2, 16\) like packed_index and grouped, got \(2, 256\)"),
     (lambda: prefill_reduce(MEMORY, IDS, ALPHA, MEMORY[:2]), VALUE, "out: expected memory apart from grouped"),
+    (lambda: sparse_moe(X, changed(SMALL, gate_up=SMALL.gate_up.reshape(E, 2 * W, H)), DEST), VALUE,
+     r"weights.gate_up: expected 2 dimensions, got shape \(24, 256, 256\)"),
+    (lambda: sparse_moe(X, changed(EIGHT, gate_up=Fp8(EIGHT.gate_up.codes, EIGHT.gate_up.scales[0])), DEST), VALUE,
+     r"weights.gate_up.scales: expected 2 dimensions, got shape \(2,\)"),
+    (lambda: sparse_moe(X, changed(SMALL, router=SMALL.router[:-1]), DEST), VALUE,
+     r"rows \(23 experts: the rows of weights.router, less the shared expert's gate\), got 6144"),
+    (lambda: sparse_moe(X, changed(ALONE, router=SMALL.router), DEST), VALUE, r"rows \(25 experts: the rows of weights.router\), got"),
+    (lambda: sparse_moe(misaligned(X), SMALL, DEST), VALUE, "x: expected an address that is a multiple of 16, got 0x"),
+    (lambda: sparse_moe(wider(X), SMALL, DEST), VALUE, "x: expected rows at a stride that is a multiple of 8 elements .* got 260"),
+    (lambda: sparse_moe(X, SMALL, misaligned(DEST), schedule="prefill"), VALUE, "dest: expected an address that is a multiple of 16"),
+    (lambda: sparse_moe(X, SMALL, wider(DEST), schedule="prefill"), VALUE, "dest: expected rows at a stride .* for prefill, got 260"),
+    (lambda: sparse_moe(X, changed(SMALL, router=misaligned(SMALL.router)), DEST), VALUE, "weights.router: expected an address that is a multiple"),
+    (lambda: sparse_moe(X, SMALL, DEST, workspace=misaligned(np.append(SHORT, SHORT[:1]))), VALUE, "workspace: expected an address"),
+    (lambda: route(X, misaligned(SMALL.router)), VALUE, "^router: expected an address that is a multiple of 16"),
+    (lambda: route(X, SMALL.router, ids=misaligned(IDS)), VALUE, "ids: expected an address that is a multiple of 16"),
+    (lambda: gate_up(X, IDS, SMALL, out=misaligned(ACT)), VALUE, "out: expected an address that is a multiple of 16"),
+    (lambda: down_add(IDS, ALPHA, SCALE, misaligned(ACT), SMALL, DEST), VALUE, "act: expected an address that is a multiple of 16"),
+    (lambda: prefill_reduce(misaligned(GROUPED), IDS, ALPHA, DEST[:, :16]), VALUE, "grouped: expected an address that is a multiple of 16"),
+    (lambda: prefill_reduce(GROUPED, IDS, ALPHA, MEMORY[:2, 4:20]), VALUE, "out: expected an address that is a multiple of 16"),
+    (lambda: prefill_reduce(GROUPED, IDS, ALPHA, wider(DEST[:, :16])), VALUE, "out: expected rows at a stride .* got 20"),
     (lambda: workspace_bytes(-1, SMALL), VALUE, "tokens: expected at least 0, got -1"),
 ]  # fmt: skip
 
@@ -91,7 +123,7 @@ BAD_CALLS = [
 def test_bad_arguments_are_named_and_nothing_is_written(call: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         call()
-    assert not any(array.any() for array in (DEST, ACT, MEMORY, SHORT))
+    assert not any(array.any() for array in (DEST, ACT, MEMORY, SHORT, BYTES))
 
 
 def test_numpy_arrays_run_the_reference() -> None:
