@@ -16,8 +16,15 @@ from gpukit.errors import ArgumentError, ArgumentTypeError
 __all__ = ["current", "handle_of"]
 
 
-def handle_of(stream: Any) -> int:
+def handle_of(stream: Any, *, optional: bool = True) -> int:
     """Handle of a stream of any supported kind.
+
+    Parameters
+    ----------
+    stream : stream
+        Any but None.
+    optional : bool
+        Whether the caller takes None by itself, so that the error may offer it.
 
     Raises
     ------
@@ -38,7 +45,7 @@ def handle_of(stream: Any) -> int:
     # A cuda.core GraphBuilder captures on a stream of its own.
     inner = getattr(stream, "stream", None)
     if inner is not None and hasattr(inner, "__cuda_stream__"):
-        return handle_of(inner)
+        return handle_of(inner, optional=optional)
     for attribute in ("cuda_stream", "ptr", "handle"):
         value = getattr(stream, attribute, None)
         if isinstance(value, int):
@@ -46,7 +53,9 @@ def handle_of(stream: Any) -> int:
         # Numba keeps a ctypes pointer, whose value is None for the default stream.
         if value is not None and hasattr(value, "value"):
             return int(value.value or 0)
-    raise ArgumentTypeError(f"stream: expected None, an int handle, or a stream of torch, CuPy, Numba or cuda.core, got {type(stream).__name__}")
+    # None came here because the caller does not take it.
+    none = "None, " if optional and stream is not None else ""
+    raise ArgumentTypeError(f"stream: expected {none}an int handle, or a stream of torch, CuPy, Numba or cuda.core, got {type(stream).__name__}")
 
 
 def _current_cupy(array: Any) -> int:

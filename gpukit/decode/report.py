@@ -207,8 +207,8 @@ def _totals_table(report: DecodeReport) -> Any:
 def _sharing_table(report: DecodeReport) -> Any:
     from rich.table import Table
 
-    table = Table("the same bytes", caption="means over the rounds in which requests wait")
     unified, split = report.sharing
+    table = Table("the same bytes", caption=_means_over(unified, split))
     table.add_column("unified", justify="right")
     table.add_column(f"split into {report.options.pages:,} + {report.options.swa_pages:,} pages", justify="right")
     gain = unified.mean_tokens / max(split.mean_tokens, 1.0) - 1
@@ -226,6 +226,14 @@ def _sharing_table(report: DecodeReport) -> Any:
     ):
         table.add_row(name, *values)
     return table
+
+
+def _means_over(unified: Sharing, split: Sharing) -> str:
+    """Which rounds the means are over: those in which requests wait, or all of a way in which none ever does."""
+    calm = [way.memory for way in (unified, split) if way.waiting_rounds == 0]
+    if len(calm) == 2:
+        return "no request waited: means over all rounds"
+    return "means over the rounds in which requests wait" + (f"; {calm[0]}: no request waited, over all rounds" if calm else "")
 
 
 def _verdict(report: DecodeReport) -> str:

@@ -58,6 +58,8 @@ class Sharing:
         Share of the bytes that lies free between pages in use: fragmentation. 0 for a split.
     moved_pages : int
         Pages that were moved to make room.
+    waiting_rounds : int
+        Rounds in which requests were waiting.
     """
 
     memory: str
@@ -71,6 +73,7 @@ class Sharing:
     mean_holes: float
     peak_holes: float
     moved_pages: int
+    waiting_rounds: int
 
 
 def summarize_sharing(options: DecodeOptions, scheduler: Scheduler, timeline: Timeline) -> Sharing:
@@ -82,7 +85,8 @@ def summarize_sharing(options: DecodeOptions, scheduler: Scheduler, timeline: Ti
         return [(one * full_bytes + other * swa_bytes) / layout.buffer_bytes for one, other in zip(full, swa, strict=True)]
 
     use, holes = shares(timeline.full_used, timeline.swa_used), shares(timeline.full_holes, timeline.swa_holes)
-    crowded = [number for number, waiting in enumerate(timeline.waiting) if waiting] or range(len(timeline.waiting))
+    waited = [number for number, waiting in enumerate(timeline.waiting) if waiting]
+    crowded = waited or range(len(timeline.waiting))
 
     def mean(values: list[float] | list[int]) -> float:
         return sum(values[number] for number in crowded) / max(len(crowded), 1) if values else 0.0
@@ -99,6 +103,7 @@ def summarize_sharing(options: DecodeOptions, scheduler: Scheduler, timeline: Ti
         mean_holes=mean(holes),
         peak_holes=max((holes[number] for number in crowded), default=0.0) if holes else 0.0,
         moved_pages=timeline.moved[-1] if timeline.moved else 0,
+        waiting_rounds=len(waited),
     )
 
 

@@ -222,12 +222,12 @@ def capture(stream: Any, *, device: int = 0, plan: Plan | None = None) -> Iterat
     Raises
     ------
     ArgumentError
-        The stream is a default stream, which cannot be captured, or is capturing already; the plan is for another device.
+        The stream is none, or a default stream, which cannot be captured, or is capturing already; the plan is for another device.
     DeviceError
         The driver ended the capture, because something in the block is not allowed in one. The call that broke it raised an error of its own
         library, if that did not hide it; `Graph.check` narrows it down.
     """
-    handle = streams.handle_of(stream)
+    handle = streams.handle_of(stream, optional=False)
     if handle in (0, 1, 2):
         raise ArgumentError(f"stream: expected a stream of its own, because default streams cannot be captured; got handle {handle}")
     if devices.is_capturing(handle):

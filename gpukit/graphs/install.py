@@ -42,7 +42,7 @@ def installed(window: AccessWindow | None, stream: Any, *, device: int = 0, guar
         The driver refused.
     """
     _require_window(window)
-    handle = streams.handle_of(stream)
+    handle = streams.handle_of(stream, optional=False)
     if guard:
         window = admit(window, device)
     if window is None:

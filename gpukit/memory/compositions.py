@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpukit.memory.layout import Entry, PoolLayout, SubPool
+from gpukit.memory.layout import Entry, PoolLayout, SubPool, require_entry
 from gpukit.memory.pool import UnifiedPool
 
 __all__ = ["full_and_state", "full_and_swa", "full_and_swa_layout", "full_swa_and_state"]
@@ -36,11 +36,13 @@ def full_and_swa(buffer_bytes: int, full: Entry, swa: Entry, *, page_size: int, 
 
 def full_and_swa_layout(buffer_bytes: int, full: Entry, swa: Entry, *, page_size: int) -> PoolLayout:
     """The layout of `full_and_swa`, for arithmetic without a pool."""
+    full, swa = require_entry(full, "full"), require_entry(swa, "swa")
     return PoolLayout(buffer_bytes, [SubPool("swa", swa, "up", page_size, owner="full"), SubPool("full", full, "down", page_size)])
 
 
 def full_and_state(buffer_bytes: int, full: Entry, state: Entry, *, page_size: int, **options: Any) -> UnifiedPool:
     """Recurrent states, growing up, a slot a page, and full attention, growing down. Arguments as in `full_and_swa`."""
+    full, state = require_entry(full, "full"), require_entry(state, "state")
     return UnifiedPool(PoolLayout(buffer_bytes, [SubPool("state", state, "up"), SubPool("full", full, "down", page_size)]), **options)
 
 
@@ -56,5 +58,6 @@ def full_swa_and_state(buffer_bytes: int, full: Entry, swa: Entry, state: Entry,
     >>> {name: len(ids) for name, ids in found.items()}
     {'state': 1, 'full': 2, 'swa': 2}
     """
+    full, swa, state = require_entry(full, "full"), require_entry(swa, "swa"), require_entry(state, "state")
     sub_pools = [SubPool("state", state, "up"), SubPool("swa", swa, "float", page_size, owner="full"), SubPool("full", full, "down", page_size)]
     return UnifiedPool(PoolLayout(buffer_bytes, sub_pools), **options)

@@ -37,7 +37,7 @@ class DecodeMemory:
     num_rows : int
         Requests at a time.
     columns : int
-        Pages of the longest request.
+        Pages of the longest request, at least 1.
     lanes : int
         Requests of a round.
     window : int or None
@@ -85,6 +85,7 @@ class DecodeMemory:
         if whole(lookahead, "lookahead", 1) > most:
             raise ArgumentError(f"lookahead: expected at most {most} tokens, {MOST_RETIRED} pages, got {lookahead}")
         window = None if window is None else whole(window, "window")
+        columns = whole(columns, "columns", 1)
         self.state = DecodeState.allocate(num_rows, columns, lanes, lookahead, like=pool.like)
         self.window = window if self.swa is not None else None
         self._mirror = Mirror(self.state.num_rows, self.state.lookahead, self.page_size, self.window)

@@ -11,7 +11,8 @@ from math import prod
 from typing import Any
 
 from gpukit.arrays import ITEMSIZE
-from gpukit.errors import ArgumentError
+from gpukit.checks import items, text
+from gpukit.errors import ArgumentError, ArgumentTypeError
 from gpukit.kernels._plans import positive, whole
 
 __all__ = ["Entry", "Part", "PoolLayout", "SubPool"]
@@ -60,7 +61,10 @@ class Part:
     offset: int | None = None
 
     def __post_init__(self) -> None:
-        if self.dtype not in ITEMSIZE:
+        text(self.name, "name")
+        # A list would leave a frozen part that cannot be hashed.
+        object.__setattr__(self, "shape", items(self.shape, f"part {self.name}: shape"))
+        if text(self.dtype, f"part {self.name}: dtype") not in ITEMSIZE:
             raise ArgumentError(f"part {self.name}: expected a dtype of {', '.join(ITEMSIZE)}, got {self.dtype}")
         positive(self.layers, f"part {self.name}: layers")
         for length in self.shape:
@@ -104,6 +108,10 @@ class Entry:
     bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "parts", items(self.parts, "parts"))
+        for position, part in enumerate(self.parts):
+            if not isinstance(part, Part):
+                raise ArgumentTypeError(f"parts[{position}]: expected a Part, got {type(part).__name__}")
         names = [part.name for part in self.parts]
         if not names or len(set(names)) != len(names):
             raise ArgumentError(f"parts: expected at least one, with distinct names, got {names}")
@@ -124,6 +132,13 @@ class Entry:
             if part.name == name:
                 return part, offset
         raise ArgumentError(f"part: expected one of {', '.join(part.name for part in self.parts)}, got {name}")
+
+
+def require_entry(value: Any, name: str) -> Entry:
+    """An entry; a part alone is none."""
+    if not isinstance(value, Entry):
+        raise ArgumentTypeError(f"{name}: expected an Entry, got {type(value).__name__}")
+    return value
 
 
 @dataclass(frozen=True)
@@ -149,6 +164,10 @@ class SubPool:
     place: str
     page_size: int = 1
     owner: str | None = None
+
+    def __post_init__(self) -> None:
+        text(self.name, "name")
+        require_entry(self.entry, f"sub-pool {self.name}: entry")
 
     @property
     def page_bytes(self) -> int:
@@ -186,7 +205,10 @@ class PoolLayout:
 
     def __init__(self, buffer_bytes: int, sub_pools: Sequence[SubPool]):
         self.buffer_bytes = whole(buffer_bytes, "buffer_bytes", 1) // ENTRY_ALIGNMENT * ENTRY_ALIGNMENT
-        self.sub_pools = tuple(sub_pools)
+        self.sub_pools: tuple[SubPool, ...] = items(sub_pools, "sub_pools")
+        for position, sub_pool in enumerate(self.sub_pools):
+            if not isinstance(sub_pool, SubPool):
+                raise ArgumentTypeError(f"sub_pools[{position}]: expected a SubPool, got {type(sub_pool).__name__}")
         self.by_name = {sub_pool.name: sub_pool for sub_pool in self.sub_pools}
         places = [sub_pool.place for sub_pool in self.sub_pools]
         if len(places) < 2 or places != [UP, *[FLOAT] * (len(places) - 2), DOWN]:

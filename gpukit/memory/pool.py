@@ -500,6 +500,34 @@ class UnifiedPool:
         array, shape (layers, slots, *row shape)
             Slot 0 lies at byte 0 and the stride of slots is the entry's size; only a row is contiguous. Rows of token t of a paged sub-pool are
             slot t. Dtypes that the library lacks are seen as uint16 or uint8.
+
+        Notes
+        -----
+        Slots are physical, and so are those of a `gpukit.kernels.state_pool.StatePool` over the views of a sub-pool of states: its slots are
+        physical pages, looked up by id in the sub-pool's ``v2p``. A move (`compact`, `make_room`, ``relieve=True``) changes them and keeps the
+        ids, so slots are looked up anew after each.
+
+        Examples
+        --------
+        >>> from gpukit.kernels.state_pool import StatePool
+        >>> from gpukit.memory import Entry, Part, full_and_state
+        >>> state = Entry((Part("rec", (2, 64, 64), "float32", layers=3), Part("conv", (3, 384), "bfloat16", layers=3)))
+        >>> pool = full_and_state(1 << 20, Entry((Part("k", (8,), "float32"),)), state, page_size=4)
+        >>> states = StatePool(pool.view("state", "rec"), pool.view("state", "conv"))
+        >>> ids = pool.alloc("state", 3)
+        >>> slots = pool.band("state").v2p[ids]
+        >>> ids, slots
+        (array([1, 2, 3]), array([1, 2, 3]))
+        >>> states.rec[:, slots[2]] = 7
+
+        Another request ends, and the last page moves into its place:
+
+        >>> pool.free("state", ids[:1])
+        >>> pool.compact("state")
+        1
+        >>> slots = pool.band("state").v2p[ids[1:]]
+        >>> slots, bool((states.rec[:, slots[1]] == 7).all())
+        (array([2, 1]), True)
         """
         sub_pool = self.band(name).spec
         found, offset = sub_pool.entry.part(part)

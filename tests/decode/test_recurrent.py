@@ -144,6 +144,18 @@ def test_counts_and_times_of_a_report():
     assert fields["ok"] and fields["options"]["drafts"] == 3 and fields["geometry"]["hidden"] == 128
 
 
+@pytest.mark.parametrize(
+    ("verify", "ending"),
+    [("exact", " and 6 states"), ("fast", "; states not compared: fast agrees within rounding")],
+)
+def test_a_report_says_what_was_compared(verify, ending):
+    report = run_model(dataclasses.replace(SMALL, verify=verify))
+    text = io.StringIO()
+    report.print(Console(file=text, width=240))
+    tokens = f"{report.tokens} tokens (of all sequences, each up to its first difference)"
+    assert f"compared: no violations in {tokens}{ending}\n" in text.getvalue()
+
+
 def test_runs_are_repeatable_and_follow_the_seed():
     def tokens(seed: int) -> np.ndarray:
         decoder = Decoder(TINY, Weights.random(TINY, NumpyBackend(), seed), NumpyBackend(), 2)

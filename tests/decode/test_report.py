@@ -119,6 +119,27 @@ def test_the_table_names_every_op_and_every_total(report):
     assert f"the whole trace was played; no violations in {report.rounds:,} rounds checked" in text
 
 
+@pytest.mark.parametrize(
+    ("rounds", "caption"),
+    [
+        ((5, 7), "means over the rounds in which requests wait"),
+        ((0, 0), "no request waited: means over all rounds"),
+        ((0, 7), "means over the rounds in which requests wait; unified: no request waited, over all rounds"),
+        ((5, 0), "means over the rounds in which requests wait; split: no request waited, over all rounds"),
+    ],
+)
+def test_the_caption_says_which_rounds_the_means_are_over(report, rounds, caption):
+    sharing = [replace(way, waiting_rounds=number) for way, number in zip(report.sharing, rounds, strict=True)]
+    # A caption is broken where the table ends; the closing line follows it.
+    assert f" {caption} the whole trace was played" in " ".join(printed(replace(report, sharing=sharing)).split())
+
+
+def test_requests_that_all_fit_never_wait():
+    report = run(OPTIONS, REQUESTS[:1])
+    assert [way.waiting_rounds for way in report.sharing] == [0, 0] and report.sharing[0].mean_tokens > 0
+    assert "no request waited: means over all rounds" in " ".join(printed(report).split())
+
+
 def test_split_memory_is_compared_with_nothing(split):
     text = printed(split)
     assert "waits for freed pages" in text and "sliding_window.retire" in text and "split into" not in text

@@ -294,6 +294,9 @@ def test_a_plan_of_another_device_is_refused(fake: FakeGraphs) -> None:
     for stream in (0, 1, 2):
         with pytest.raises(ArgumentError, match="default streams cannot be captured"), capture(stream):
             raise AssertionError("not reached")
+    for wrong in (None, "fast"):
+        with pytest.raises(ArgumentError, match=f"^stream: expected an int handle, or a stream .*, got {type(wrong).__name__}"), capture(wrong):
+            raise AssertionError("not reached")
     plan = Plan("second", 1, WINDOW, 24 * MIB)
     with capture(STREAM, device=1, plan=plan) as graph:
         assert fake.limits == {1000: DEFAULT, 1001: 24 * MIB}

@@ -465,7 +465,8 @@ def test_a_round_that_was_not_launched_is_not_in_the_books(monkeypatch: pytest.M
         (ArgumentError, "lookahead: expected at most 64 tokens, 16 pages, got 65", {"lookahead": 65}),
         (ArgumentTypeError, "lookahead: expected an integer, got float", {"lookahead": 1.5}),
         (ArgumentError, "num_rows: expected at least 1, got 0", {"num_rows": 0}),
-        (ArgumentError, "columns: expected at least 0, got -1", {"columns": -1}),
+        (ArgumentError, "columns: expected at least 1, got 0", {"columns": 0}),
+        (ArgumentError, "columns: expected at least 1, got -1", {"columns": -1}),
         (ArgumentTypeError, "lanes: expected an integer, got str", {"lanes": "a"}),
         (ArgumentTypeError, "pool: expected a UnifiedPool, got int", {"pool": 5}),
     ],
@@ -475,6 +476,11 @@ def test_sizes_are_checked(error: type[Exception], message: str, arguments: dict
     with pytest.raises(error, match=f"^{message}"):
         DecodeMemory(**{"pool": pool, "num_rows": 4, "columns": 8, "lanes": 2, "window": 8} | arguments)
     assert DecodeMemory(pool, num_rows=4, columns=8, lanes=2, window=0, lookahead=64).step()
+
+
+def test_none_is_not_offered_as_a_stream_to_capture_on() -> None:
+    with pytest.raises(ArgumentTypeError, match="^stream: expected an int handle, or a stream of .*, got NoneType"):
+        memory_of().capture(None)
 
 
 def test_a_seating_that_is_refused_changes_nothing() -> None:

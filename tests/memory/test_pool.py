@@ -392,6 +392,20 @@ def test_stock_extends_the_span_and_flush_takes_it_back() -> None:
     ("message", "make"),
     [
         ("part k: expected a dtype of", lambda: Part("k", (8,), "complex64")),
+        ("part k: shape: expected a sequence, got int", lambda: Part("k", 128, "float32")),
+        ("part k: shape: expected a sequence, got the text '128'", lambda: Part("k", "128", "float32")),
+        ("part k: shape: expected an integer, got float", lambda: Part("k", (1.5,), "float32")),
+        ("part k: dtype: expected text, got list", lambda: Part("k", (8,), ["float32"])),
+        ("name: expected text, got tuple", lambda: Part((8,), "k", "float32")),
+        ("parts: expected a sequence, got Part", lambda: Entry(Part("k", (8,), "float32"))),
+        ("parts\\[1\\]: expected a Part, got Entry", lambda: Entry((Part("k", (8,), "float32"), PLAIN))),
+        ("sub-pool a: entry: expected an Entry, got Part", lambda: SubPool("a", Part("k", (8,), "float32"), "up")),
+        ("sub_pools: expected a sequence, got SubPool", lambda: PoolLayout(4096, SubPool("a", PLAIN, "up"))),
+        ("sub_pools\\[0\\]: expected a SubPool, got Entry", lambda: PoolLayout(4096, [PLAIN, PLAIN])),
+        ("full: expected an Entry, got Part", lambda: full_and_swa(4096, PLAIN.parts[0], PLAIN, page_size=1)),
+        ("swa: expected an Entry, got tuple", lambda: full_and_swa(4096, PLAIN, PLAIN.parts, page_size=1)),
+        ("state: expected an Entry, got Part", lambda: full_and_state(4096, PLAIN, PLAIN.parts[0], page_size=1)),
+        ("swa: expected an Entry, got NoneType", lambda: full_swa_and_state(4096, PLAIN, None, PLAIN, page_size=1)),
         ("part k: layers: expected at least 1", lambda: Part("k", (8,), "float32", layers=0)),
         ("part k: expected an offset that is a multiple of 16, got 8", lambda: Part("k", (8,), "float32", offset=8)),
         ("part v: expected bytes apart from those of part k", lambda: Entry((Part("k", (8,), "float32"), Part("v", (8,), "float32", offset=16)))),
@@ -425,6 +439,10 @@ def test_stock_extends_the_span_and_flush_takes_it_back() -> None:
 def test_layouts_are_validated(message: str, make: Any) -> None:
     with pytest.raises(ArgumentError, match=f"^{message}"):
         make()
+
+
+def test_lists_are_the_same_as_tuples() -> None:
+    assert Entry([Part("k", [8], "float32")]) == PLAIN and hash(Part("k", [8], "float32")) == hash(PLAIN.parts[0])
 
 
 def test_an_entry_is_rounded_and_its_parts_aligned() -> None:
