@@ -52,7 +52,8 @@ __device__ __forceinline__ void wait_for_predecessor()
 }
 
 // Let the next kernel come up: small kernels at once, large ones when most of the work is behind them. Earlier, the blocks of several kernels to
-// come would take the places that those of the next one should be spread over (measured: a microsecond slower).
+// come would take the places that those of the next one should be spread over (measured: a microsecond slower), unless those have something to
+// read that is there already.
 __device__ __forceinline__ void release_successor()
 {
 #if __CUDA_ARCH__ >= 900
