@@ -8,7 +8,7 @@ from typing import Any
 from gpukit.arrays import describe
 from gpukit.errors import ArgumentError, ArgumentTypeError
 from gpukit.kernels._row_split import FORMATS, RowSplit, planes
-from gpukit.kernels._tensors import BF16, tensor
+from gpukit.kernels._tensors import BF16, require_aligned, tensor
 
 __all__ = ["TOP", "Fp8", "Geometry", "MoeWeights", "geometry_of"]
 
@@ -128,8 +128,7 @@ def _plain(array: Any, name: str, dtypes: tuple[str, ...], shape: tuple[int, int
     address, found, _, _, _ = tensor(array, name, dtypes, (2,), device, contiguous=2)
     if found != shape:
         raise ArgumentError(f"{name}: expected shape {shape}, got {found}")
-    if address % 16:
-        raise ArgumentError(f"{name}: expected an address that is a multiple of 16, got {address:#x}")
+    require_aligned(name, address)
     return address
 
 

@@ -13,7 +13,7 @@ from gpukit import arrays
 from gpukit.arrays import ITEMSIZE, Extent, contiguous_strides, describe, overlap, span, vector
 from gpukit.errors import ArgumentError, ArgumentTypeError
 from gpukit.kernels._plans import allocate, refuse_other_device, whole
-from gpukit.kernels._tensors import BF16, tensor
+from gpukit.kernels._tensors import BF16, require_aligned, tensor
 from gpukit.kernels.state_pool import DIMS, Part, ReplayLog, StatePool, share_memory
 from gpukit.launch import IDS
 
@@ -39,6 +39,8 @@ _FLOAT32 = ("float32",)
 _LARGEST = float(np.finfo(np.float32).max)
 # Taps of the convolution in front.
 _TAPS = 4
+# Shapes by what is known of them, filled in only where a message says them.
+_QUERIES, _COLUMNS = "(B, T, key_heads, {3}), as pool says", "(B, T, {2}), as pool and log say"
 
 
 def float_bits(scale: float) -> int:
@@ -78,9 +80,6 @@ def states_at(pool: StatePool, layer: int) -> int:
     return pool.pointer + pool.itemsize * layer * pool.layer_stride
 
 
-_QUERIES = {dim: f"(B, T, key_heads, {dim}), as pool says" for dim in DIMS}
-
-
 def batch(
     array: Any,
     name: str,
@@ -93,14 +92,14 @@ def batch(
     like: str = "",
 ) -> tuple[tuple[int, int, int], tuple[int, ...]]:
     """``(pointer, stride of sequences, stride of tokens)`` and shape of an input; None in `shape` is any size but 0. Messages say what was
-    expected as `shape` and `like`, or as `expected`."""
+    expected as `shape` and `like`, or as `expected`, whose fields are the sizes of `shape`."""
     pointer, dtype, got, strides, where, _ = describe(array, name)
     if where != device:
         refuse_other_device(name, max(where, -1), device)
     if dtype not in dtypes:
         raise ArgumentTypeError(f"{name}: expected dtype {' or '.join(dtypes)}, got {dtype}")
     if got != shape and (len(got) != len(shape) or any(n != m if m is not None else n == 0 for n, m in zip(got, shape, strict=True))):
-        raise ArgumentError(f"{name}: expected shape {expected or shape}{like}, got {tuple(got)}")
+        raise ArgumentError(f"{name}: expected shape {expected.format(*shape) or shape}{like}, got {tuple(got)}")
     if strides is None:
         token = math.prod(got[2:])
         return (pointer, got[1] * token, token), got
@@ -126,14 +125,13 @@ def batch_inputs(q: Any, k: Any, v: Any, g: Any, beta: Any, pool: StatePool, dev
     if len(shape) != 4 or shape[3] not in DIMS:
         raise ArgumentError(f"q: expected shape (B, T, key_heads, 64 or 128), got {tuple(shape)}")
     items = shape[0]
-    q_part, shape = batch(q, "q", BF16, device, (items, None, None, pool.dim), 8, expected=_QUERIES[pool.dim])
+    q_part, shape = batch(q, "q", BF16, device, (items, None, None, pool.dim), 8, expected=_QUERIES)
     _, tokens, key_heads, dim = shape
     if pool.heads % key_heads:
         raise ArgumentError(f"q: expected key heads that divide the {pool.heads} value heads of pool, got {key_heads}")
     k_part, _ = batch(k, "k", BF16, device, tuple(shape), 8, like=" like q")
-    for name, (pointer, _, _) in (("q", q_part), ("k", k_part)):
-        if pointer % 16:
-            raise ArgumentError(f"{name}: expected an address that is a multiple of 16, got {pointer:#x}")
+    require_aligned("q", q_part[0])
+    require_aligned("k", k_part[0])
     values = (items, tokens, pool.heads, dim)
     v_part, _ = batch(v, "v", BF16, device, values)
     g_part, _ = batch(g, "g", _FLOAT32, device, values[:3])
@@ -155,16 +153,13 @@ def column_inputs(x: Any, weight: Any, g: Any, beta: Any, pool: StatePool, key_h
     """Pointers and strides of raw columns, taps and gates as the kernels take them, their extents, number of sequences and of tokens."""
     shape = describe(x, "x")[2]
     channels = (2 * key_heads + pool.heads) * pool.dim
-    expected = "" if len(shape) == 3 and shape[1] and shape[2] == channels else f"(B, T, {channels}), as pool and log say"
-    x_part, shape = batch(x, "x", BF16, device, (*shape[:1], None, channels), 8, "channels", expected)
+    x_part, shape = batch(x, "x", BF16, device, (shape[0] if shape else None, None, channels), 8, "channels", _COLUMNS)
     items, tokens, _ = shape
-    if x_part[0] % 16:
-        raise ArgumentError(f"x: expected an address that is a multiple of 16, got {x_part[0]:#x}")
+    require_aligned("x", x_part[0])
     weight_at, weight_shape, _, _, _ = tensor(weight, "weight", BF16, (2,), device, contiguous=2)
     if weight_shape != (channels, _TAPS):
         raise ArgumentError(f"weight: expected shape ({channels}, {_TAPS}), the channels of x and {_TAPS} taps, got {weight_shape}")
-    if weight_at % 16:
-        raise ArgumentError(f"weight: expected an address that is a multiple of 16, got {weight_at:#x}")
+    require_aligned("weight", weight_at)
     gates = (items, tokens, pool.heads)
     g_part, _ = batch(g, "g", _FLOAT32, device, gates)
     beta_part, _ = batch(beta, "beta", _FLOAT32, device, gates)

@@ -9,7 +9,7 @@ from gpukit import arrays
 from gpukit.arrays import describe
 from gpukit.errors import ArgumentError, ArgumentTypeError
 from gpukit.kernels._plans import refuse_overlap
-from gpukit.kernels._tensors import tensor
+from gpukit.kernels._tensors import require_aligned, tensor
 
 __all__ = ["FORMATS", "Format", "RowSplit", "planes"]
 
@@ -96,8 +96,8 @@ def plane(array: Any, name: str, shape: tuple[int, ...], device: int | None, *, 
     address, found, _, _, where = tensor(array, name, (dtype,), (len(shape),), device, contiguous=len(shape), written=written)
     if found != shape:
         raise ArgumentError(f"{name}: expected shape {shape}, got {found}")
-    if where >= 0 and address % 16:
-        raise ArgumentError(f"{name}: expected an address that is a multiple of 16, got {address:#x}")
+    if where >= 0:
+        require_aligned(name, address)
     return address
 
 

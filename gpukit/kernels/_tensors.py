@@ -11,7 +11,7 @@ from gpukit.arrays import ITEMSIZE, contiguous_strides, describe, overlap
 from gpukit.errors import ArgumentError, ArgumentTypeError
 from gpukit.kernels._plans import refuse_other_device
 
-__all__ = ["BF16", "NUMBERS", "Tensor", "like_shape", "multiple_of", "refuse_overlap", "same_bytes", "tensor"]
+__all__ = ["BF16", "NUMBERS", "Tensor", "like_shape", "multiple_of", "refuse_overlap", "require_aligned", "same_bytes", "tensor"]
 
 BF16 = ("bfloat16", "uint16")
 NUMBERS = ("float32", *BF16)
@@ -86,6 +86,12 @@ def multiple_of(unit: int, *numbers: int) -> bool:
     for number in numbers:
         joined |= number
     return joined & (unit - 1) == 0
+
+
+def require_aligned(name: str, address: int) -> None:
+    """Refuse an address that accesses of 16 bytes cannot begin at."""
+    if address % 16:
+        raise ArgumentError(f"{name}: expected an address that is a multiple of 16, got {address:#x}")
 
 
 def refuse_overlap(name: str, one: Tensor, other_name: str, other: Tensor) -> None:

@@ -53,8 +53,8 @@ class _Verifier(NamedTuple):
     """A kernel of a verification, threads of a block and rows of V that a block works on: WARPS and ROWS of its kind in cuda/gated_delta.cuh."""
 
     kernel: Kernel
-    threads: int = 64
-    tile: int = 32
+    threads: int
+    tile: int
 
 
 def _verifiers(*of: tuple[str, int, int]) -> tuple[_Verifier, ...]:
@@ -802,7 +802,7 @@ def _convolve_and_record(
     scale, hint = output_scale(scale, pool), _hint(keep)
     handle = choose(stream, x) if device >= 0 else 0
     out, out_at = output_like(out, x, (items, tokens, pool.heads, pool.dim), device, handle)
-    keep_apart(out_at, items * tokens * pool.heads * pool.dim, read, pool, log, *(() if previous is None else (previous,)))
+    keep_apart(out_at, items * tokens * pool.heads * pool.dim, read, pool, log, previous)
     if device < 0:
         logs = (log,) if previous is None else (previous, accepted, log)
         function = reference.conv_record if previous is None else reference.conv_fold_record
@@ -854,9 +854,12 @@ def _launch_record(
 ) -> Any:
     """Verification of so many heads, of all sequences, by the kernel for few tokens in few blocks, if there is one, for few tokens, or for many."""
     *wide, short, long = verifiers
-    chosen = long if tokens > _SHORT else short
-    if tokens <= _SHORT and wide and heads * (dim // wide[0].tile) <= _FEW_BLOCKS:
+    if tokens > _SHORT:
+        chosen = long
+    elif wide and heads * (dim // wide[0].tile) <= _FEW_BLOCKS:
         chosen = wide[0]
+    else:
+        chosen = short
     return chosen.kernel.launch((), device, handle, heads * (dim // chosen.tile), chosen.threads, arguments, out)
 
 

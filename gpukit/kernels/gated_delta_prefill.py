@@ -25,7 +25,7 @@ from gpukit.kernels._recurrent import (
     states_at,
     token_inputs,
 )
-from gpukit.kernels._tensors import BF16
+from gpukit.kernels._tensors import BF16, require_aligned
 from gpukit.kernels.reference import gated_delta_prefill as reference
 from gpukit.kernels.state_pool import DIMS, StatePool
 from gpukit.launch import IDS, Kernel, Launch, host, launch_all, nothing, operation
@@ -195,8 +195,7 @@ def prefill(
     handle = choose(stream, q) if device >= 0 else 0
     workspace_at = _workspace(workspace, tokens, sequences, pool.heads, device)
     out, out_at = output_like(out, v, (tokens, pool.heads, pool.dim), device, handle)
-    if out_at % 16:
-        raise ArgumentError(f"out: expected an address that is a multiple of 16, got {out_at:#x}")
+    require_aligned("out", out_at)
     heads = pool.heads * pool.dim
     read = token_inputs((q_part, k_part, v_part, g_part, beta_part), (tokens,), key_heads * pool.dim, heads, pool.heads)
     scratch = (("workspace", (workspace_at, 1, (prefill_workspace(tokens, sequences, pool.heads),), (1,))),) if workspace_at else ()
@@ -271,8 +270,8 @@ def _tokens(array: Any, name: str, dtypes: tuple[str, ...], expected: tuple[int,
         raise ArgumentError(f"{name}: expected heads that are contiguous within a token, got element strides {tuple(strides or ())}")
     if len(expected) == 3 and seen[0] % 8:
         raise ArgumentError(f"{name}: expected a stride of tokens that is a multiple of 8 elements, got {seen[0]}")
-    if len(expected) == 3 and pointer % 16:
-        raise ArgumentError(f"{name}: expected an address that is a multiple of 16, got {pointer:#x}")
+    if len(expected) == 3:
+        require_aligned(name, pointer)
     return pointer, seen[0]
 
 
@@ -284,8 +283,7 @@ def _workspace(workspace: Any, tokens: int, sequences: int, heads: int, device: 
     needed = prefill_workspace(tokens, sequences, heads)
     if size < needed:
         raise ArgumentError(f"workspace: expected at least {needed} bytes, got {size}")
-    if pointer % 16:
-        raise ArgumentError(f"workspace: expected an address that is a multiple of 16, got {pointer:#x}")
+    require_aligned("workspace", pointer)
     return pointer
 
 

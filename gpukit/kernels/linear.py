@@ -12,7 +12,7 @@ from gpukit import arrays
 from gpukit.arrays import ITEMSIZE, vector
 from gpukit.errors import ArgumentError, Signal
 from gpukit.kernels._plans import allocate, blocks_for, signal_pointer
-from gpukit.kernels._tensors import BF16, NUMBERS, Tensor, like_shape, multiple_of, refuse_overlap, tensor
+from gpukit.kernels._tensors import BF16, NUMBERS, Tensor, like_shape, multiple_of, refuse_overlap, require_aligned, tensor
 from gpukit.kernels.reference import linear as reference
 from gpukit.launch import IDS, Kernel, host, nothing, operation
 from gpukit.streams import choose
@@ -135,9 +135,8 @@ def linear(x: Any, weight: Any, *, out: Any = None, residual: Any = None, stream
 
 def _require_accesses(x_at: int, x_row: int, weight_at: int) -> None:
     """Refuse addresses and rows that accesses of 16 bytes cannot begin at."""
-    for name, address in (("x", x_at), ("weight", weight_at)):
-        if address % 16:
-            raise ArgumentError(f"{name}: expected an address that is a multiple of 16, got {address:#x}")
+    require_aligned("x", x_at)
+    require_aligned("weight", weight_at)
     if x_row % 8 or abs(x_row) >= _MOST_STRIDE:
         raise ArgumentError(f"x: expected rows at a stride that is a multiple of 8 elements and less than {_MOST_STRIDE}, got {x_row}")
 

@@ -15,7 +15,7 @@ from gpukit.errors import ArgumentError, Signal
 from gpukit.kernels._moe import TOP, Fp8, Geometry, MoeWeights, geometry_of, router_experts
 from gpukit.kernels._plans import allocate, blocks_for, signal_pointer, whole
 from gpukit.kernels._row_split import RowSplit
-from gpukit.kernels._tensors import BF16, NUMBERS, Tensor, like_shape, refuse_overlap, tensor
+from gpukit.kernels._tensors import BF16, NUMBERS, Tensor, like_shape, refuse_overlap, require_aligned, tensor
 from gpukit.kernels.reference import moe as reference
 from gpukit.launch import Kernel, Launch, host, launch_all, nothing, operation
 from gpukit.streams import choose
@@ -143,7 +143,7 @@ def route(
     router_at, shape, _, _, _ = tensor(router, "router", BF16, (2,), device, contiguous=2)
     experts = router_experts(shape[0], shared, "router")
     like_shape(shape, "router", (shape[0], hidden), "the rows of x")
-    _require_aligned("router", router_at)
+    require_aligned("router", router_at)
     handle = choose(stream, x) if device >= 0 else 0
     counters = signal_pointer(signal, device) if signal is not None and device >= 0 else 0
     ids, ids_at = _result(ids, "ids", (tokens, TOP), "int32", x, device, handle)
@@ -310,7 +310,7 @@ def down_add(
     elif shared_scale is not None:
         raise ArgumentError(f"shared_scale: expected None without a shared expert, got {type(shared_scale).__name__}")
     act_at = _given(act, "act", (tokens, geometry.paths, geometry.width), "float32", device)
-    _require_aligned("act", act_at)
+    require_aligned("act", act_at)
     counters = signal_pointer(signal, device) if signal is not None and device >= 0 else 0
     groups_at = _workspace_address(workspace, _GROUPS_BYTES, device)
     if device < 0:
@@ -401,7 +401,7 @@ def sparse_moe(
     refuse_overlap("dest", residual, "x", tokens_of_x)
     schedule = _schedule(schedule, tokens)
     if schedule == "prefill":
-        _require_aligned("dest", residual[0])
+        require_aligned("dest", residual[0])
         if tokens > 1 and residual[2][0] % 8:
             raise ArgumentError(f"dest: expected rows at a stride that is a multiple of 8 elements for prefill, got {residual[2][0]}")
     needed = _layout(tokens, geometry, schedule)[-1]
@@ -472,8 +472,8 @@ def prefill_reduce(grouped: Any, packed_index: Any, alpha: Any, out: Any, *, str
     tokens, paths = shape
     like_shape(out_shape, "out", (tokens, hidden), "packed_index and grouped")
     refuse_overlap("out", sums, "grouped", rows)
-    _require_aligned("grouped", grouped_at)
-    _require_aligned("out", out_at)
+    require_aligned("grouped", grouped_at)
+    require_aligned("out", out_at)
     if tokens > 1 and out_row % 8:
         raise ArgumentError(f"out: expected rows at a stride that is a multiple of 8 elements, got {out_row}")
     if device < 0:
@@ -558,13 +558,8 @@ def _tokens(x: Any) -> Tensor:
         raise ArgumentError(f"x: expected at most {_MOST_TOKENS} tokens, got {tokens}")
     if tokens > 1 and (row % 8 or abs(row) >= _MOST_STRIDE):
         raise ArgumentError(f"x: expected rows at a stride that is a multiple of 8 elements and less than {_MOST_STRIDE}, got {row}")
-    _require_aligned("x", address)
+    require_aligned("x", address)
     return found
-
-
-def _require_aligned(name: str, address: int) -> None:
-    if address % 16:
-        raise ArgumentError(f"{name}: expected an address that is a multiple of 16, got {address:#x}")
 
 
 def _given(array: Any, name: str, shape: tuple[int, ...], dtype: str, device: int, *, written: bool = False) -> int:
@@ -579,7 +574,7 @@ def _result(array: Any, name: str, shape: tuple[int, ...], dtype: str, like: Any
     """The given output after a check, or a new one, and its address."""
     if array is not None:
         address = _given(array, name, shape, dtype, device, written=True)
-        _require_aligned(name, address)
+        require_aligned(name, address)
         return array, address
     if device < 0:
         return arrays.empty(shape, dtype, like), 0
@@ -593,7 +588,7 @@ def _workspace_address(workspace: Any, needed: int, device: int) -> int:
     address, size, _, _ = arrays.output(workspace, "workspace", ("uint8",), device)
     if size < needed:
         raise ArgumentError(f"workspace: expected at least {needed} bytes, got {size}")
-    _require_aligned("workspace", address)
+    require_aligned("workspace", address)
     return address
 
 

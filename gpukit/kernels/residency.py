@@ -10,7 +10,7 @@ from typing import Any
 from gpukit.arrays import ITEMSIZE, output, vector
 from gpukit.errors import ArgumentError, ArgumentTypeError, Signal
 from gpukit.kernels._plans import blocks_for, signal_pointer
-from gpukit.kernels._tensors import multiple_of, refuse_overlap, tensor
+from gpukit.kernels._tensors import multiple_of, refuse_overlap, require_aligned, tensor
 from gpukit.kernels.reference import residency as reference
 from gpukit.launch import IDS, Kernel, host, nothing, operation
 from gpukit.streams import choose
@@ -145,7 +145,6 @@ def stream_weights(weights: Any, out: Any, *, keep: float | None = None, stream:
     handle = choose(stream, weights)
     if blocks == 0:
         return nothing(out)
-    if not multiple_of(16, pointer):
-        raise ArgumentError(f"weights: expected an address that is a multiple of 16, got {pointer:#x}")
+    require_aligned("weights", pointer)
     arguments = (pointer, words // 4, out_at, hinted, share)
     return _STREAM_WEIGHTS.launch((), device, handle, blocks, _STREAM_THREADS, arguments, out)

@@ -13,7 +13,7 @@ from gpukit.arrays import ITEMSIZE
 from gpukit.errors import ArgumentError, Signal
 from gpukit.kernels._plans import allocate, blocks_for, signal_pointer
 from gpukit.kernels._row_split import FORMATS, Format, RowSplit, blocks_of, code_planes, format_of, keep_apart, plane, planes
-from gpukit.kernels._tensors import BF16, Tensor, tensor
+from gpukit.kernels._tensors import BF16, Tensor, require_aligned, tensor
 from gpukit.kernels.reference import row_split as reference
 from gpukit.launch import Kernel, host, nothing, operation
 from gpukit.streams import choose
@@ -275,8 +275,8 @@ def _matrix(array: Any, name: str, dtypes: tuple[str, ...], kind: Format, format
     found = tensor(array, name, dtypes, (2,), contiguous=2)
     if found[1][1] % kind.group:
         raise ArgumentError(f"{name}: expected rows of a multiple of {kind.group} elements, the group of {format}, got shape {found[1]}")
-    if found[4] >= 0 and found[0] % 16:
-        raise ArgumentError(f"{name}: expected an address that is a multiple of 16, got {found[0]:#x}")
+    if found[4] >= 0:
+        require_aligned(name, found[0])
     return found
 
 

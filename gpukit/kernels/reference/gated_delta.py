@@ -212,12 +212,17 @@ def conv_fold_record(
 ) -> Array:
     """The convolution of the sequences that are not skipped into an array of its own, then `fold_record`."""
     sources, folded = as_ids(slots), as_ids(accepted)
-    usable = (sources >= 0) & (sources < pool.slots)
-    usable = _free_destinations(sources, sources, usable) & (folded >= 0) & (folded <= previous.width)
+    usable = _foldable(sources, folded, pool, previous)
     counts, q, k, v = _convolved(x, weight, pool, np.where(usable, sources, -1), log, layer, valid)
     return fold_record(
         q, k, v, g, beta, pool, slots, previous, accepted, log, layer=layer, out=out, valid=counts, scale=scale, normalize=normalize, signal=signal
     )
+
+
+def _foldable(sources: Array, counts: Array, pool: StatePool, previous: ReplayLog) -> Array:
+    """Mask of the sequences with a slot of their own and a number of accepted tokens that the previous log has."""
+    usable = (sources >= 0) & (sources < pool.slots)
+    return _free_destinations(sources, sources, usable) & (counts >= 0) & (counts <= previous.width)
 
 
 def _convolved(
@@ -253,11 +258,10 @@ def fold_record(
 ) -> Array:
     """Take the states past the accepted tokens of the previous log, then `record`."""
     sources, counts = as_ids(slots), as_ids(accepted)
-    usable = (sources >= 0) & (sources < pool.slots)
     wrong = (sources >= 0) & ((sources >= pool.slots) | (counts < 0) | (counts > previous.width))
     add(signal, "out_of_range", wrong)
-    free = _free_destinations(sources, sources, usable) & ~wrong
-    add(signal, "occupied", usable & ~wrong & ~free)
+    free = _foldable(sources, counts, pool, previous)
+    add(signal, "occupied", (sources >= 0) & ~wrong & ~free)
     states = pool.rec[layer]
     for b in np.flatnonzero(free):
         if counts[b] > 0:
