@@ -6,6 +6,7 @@ as how many of the pages of a batch were still live. Which page a token's page i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -134,6 +135,8 @@ class DevicePages:
         ``head, tail``: pages taken and appended since the start; they only grow.
     workspace : int64 array
         What the blocks of an append say to each other; zero between launches.
+    owed : callable or None
+        For an owner that takes account of many launches at once: called, once, before anybody looks at how many pages are known. It notes them.
 
     Notes
     -----
@@ -158,6 +161,7 @@ class DevicePages:
         self.most_items = tiles * THREADS
         self.device = arrays.device_of(self.ring)
         self._pointers = (describe(self.ring)[0], self.capacity, describe(self.counters)[0], describe(self.workspace)[0])
+        self.owed: Callable[[], None] | None = None
         self._known = 0
         # What the host did since the read-back under way was started: pages filled, or taken as a negative number.
         self._since: list[int] = []
@@ -180,9 +184,16 @@ class DevicePages:
         """Blocks of an append: a single one, which needs no workspace, for small batches."""
         return min(blocks_for(items), _MOST_BLOCKS)
 
+    def settle(self) -> None:
+        """Have the owner note what it has launched so far."""
+        if self.owed is not None:
+            owed, self.owed = self.owed, None
+            owed()
+
     @property
     def known(self) -> int:
         """Pages that the list holds for certain, as far as the host has heard."""
+        self.settle()
         if self._reader is None:
             return int(self.counters[1] - self.counters[0])
         return self._known
@@ -196,6 +207,7 @@ class DevicePages:
             The stream is capturing: a read-back belongs between graph launches.
         """
         if self._reader is not None:
+            self.settle()
             handle = choose(stream, self.ring)
             if devices.is_capturing(handle):
                 raise ArgumentError("stream: expected one that is not capturing, because the host reads the counters between graph launches")
@@ -265,6 +277,7 @@ class DevicePages:
     def note(self, change: int) -> None:
         """Take account of a launch whose outcome the host knows: pages put in or, negative, taken. `fill` and `take` do so themselves."""
         if self._reader is not None:
+            self.settle()
             # What does not fit is dropped, but then the list is full.
             self._known = min(self._known + change, self.capacity)
             self._since.append(change)

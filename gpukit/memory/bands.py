@@ -48,6 +48,16 @@ class CapacityField:
         band.epoch.value += 1
 
 
+class CountField(CapacityField):
+    """One that decode rounds change, too: they are taken account of before it is looked at."""
+
+    def __get__(self, band: Any, owner: type | None = None) -> Any:
+        if band is None:
+            return self
+        band.holes.settle()
+        return band.__dict__[self._slot]
+
+
 def is_done(event: Any) -> bool:
     """Whether an event has fired: torch and Numba ``query()``, CuPy ``done``, cuda.core ``is_done``. Never waits."""
     query = getattr(event, "query", None)
@@ -91,9 +101,9 @@ class Band:
 
     low = CapacityField()
     high = CapacityField()
-    hole_count = CapacityField()
+    hole_count = CountField()
     pending_count = CapacityField()
-    id_count = CapacityField()
+    id_count = CountField()
 
     def __init__(self, layout: PoolLayout, name: str, epoch: Epoch, like: Any):
         self.spec = layout.by_name[name]
@@ -118,7 +128,7 @@ class Band:
             self.id_count = self.num_virtual - 1
         self.pending: dict[Any, list[np.ndarray]] = {}
         self.gate: Callable[[], bool] | None = None
-        self.dirty = False
+        self._dirty = False
 
     def __repr__(self) -> str:
         counts = f"{self.live} live, {self.hole_count} holes, {self.pending_count} pending"
@@ -134,8 +144,19 @@ class Band:
         """Whether pages may move now: the gate is open, and no page waits for an event."""
         return not self.pending_count and (self.gate is None or self.gate())
 
+    @property
+    def dirty(self) -> bool:
+        """Whether pages were freed since the last flush."""
+        self.holes.settle()
+        return self._dirty
+
+    @dirty.setter
+    def dirty(self, value: bool) -> None:
+        self._dirty = value
+
     def state(self) -> BandState:
         """The numbers that capacity depends on."""
+        self.holes.settle()
         fields = self.__dict__
         return BandState(
             self.kind, self.page_bytes,

@@ -5,6 +5,8 @@ A round costs the host one graph launch and some arithmetic. Admission and ends 
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from gpukit.graphs import Graph, capture
 from gpukit.kernels import metadata
 from gpukit.kernels._plans import whole
 from gpukit.kernels.decode_step import MOST_RETIRED, DecodeState, decode_step
+from gpukit.kernels.free_list import DevicePages
 from gpukit.kernels.reference.decode_step import MOST_TOKENS
 from gpukit.launch import IDS
 from gpukit.memory._arrays import to_device, to_host, whole_numbers
@@ -23,8 +26,9 @@ from gpukit.memory.pool import UnifiedPool
 
 __all__ = ["DecodeMemory"]
 
-# Rounds for which the pages that will be popped and pushed are worked out at once.
-FORECAST = 256
+# Rounds for which the pages that will be popped and pushed are worked out at once after a seating. The next forecasts are twice as long each, up to
+# the longest.
+FORECAST, LONGEST_FORECAST = 256, 4_096
 
 
 class DecodeMemory:
@@ -97,9 +101,17 @@ class DecodeMemory:
         self._ended: set[int] = set()
         # Requests that have not had a round yet: their length counts all their tokens.
         self._fresh: set[int] = set()
-        # Pages popped and pushed in the coming rounds, the next one last, and how many of these have been launched and are not in the mirror yet.
-        self._coming: list[tuple[int, int]] = []
-        self._ahead = 0
+        self._horizon = FORECAST
+        # The forecast: pages popped and pushed before each of its rounds, and by all.
+        self._popped, self._pushed = [0], [0]
+        # Rounds of it that were launched, that the bands know of, and the mirror.
+        self._launched = self._booked = self._mirrored = 0
+        # Rounds after the launched ones that the magazines hold pages for, whatever comes back meanwhile.
+        self._covered = 0
+        # The lists that the step pops from call `_book` when somebody wants to know how many pages they hold.
+        lists = self.full.holes, self.full.virtual, None if self.swa is None else self.swa.holes
+        self._magazines: list[DevicePages] = [pages for pages in lists if pages is not None]
+        self._books = self._book
         # Rounds whose advance only the device knows that are not in the mirror yet.
         self._blind = 0
         # Such rounds that every row has room for, whatever they accept.
@@ -117,16 +129,36 @@ class DecodeMemory:
     @property
     def mirror(self) -> Mirror:
         """The host's side, with all rounds that were launched."""
-        if self._ahead or self._blind or self._coming:
+        if self._launched > self._mirrored or self._blind:
             self._catch_up()
         return self._mirror
 
     def _catch_up(self) -> None:
-        if self._ahead:
-            self._mirror.skip(self.rows, self._ahead)
+        if self._launched > self._mirrored:
+            self._mirror.skip(self.rows, self._launched - self._mirrored)
         for _ in range(self._blind):
             self._mirror.round(self.rows, None)
-        self._coming, self._ahead, self._blind = [], 0, 0
+        self._mirrored, self._blind = self._launched, 0
+
+    def _book(self) -> None:
+        """Tell the bands of the rounds that they have not heard of."""
+        for pages in self._magazines:
+            if pages.owed is self._books:
+                pages.owed = None
+        popped = self._popped[self._launched] - self._popped[self._booked]
+        pushed = self._pushed[self._launched] - self._pushed[self._booked]
+        self._booked, self._covered = self._launched, 0
+        if popped:
+            self.full.stepped(-popped)
+        if self.swa is not None and (popped or pushed):
+            self.swa.stepped(pushed - popped)
+
+    def _expect(self, popped: list[int], pushed: list[int]) -> None:
+        """Take another forecast, or none with empty lists."""
+        self._catch_up()
+        self._book()
+        self._popped, self._pushed = [0, *accumulate(popped)], [0, *accumulate(pushed)]
+        self._launched = self._booked = self._mirrored = 0
 
     # Requests
 
@@ -198,7 +230,8 @@ class DecodeMemory:
         if not self._admitted.issuperset(rows.tolist()):
             raise ArgumentError(f"rows: expected rows that requests have, got {sorted(set(rows.tolist()) - self._admitted)}, which none has")
         # Rounds with the former seating go into the mirror before it changes.
-        self._catch_up()
+        self._expect([], [])
+        self._horizon = FORECAST
         seats = np.full(self.state.lanes, -1, np.int64)
         seats[: len(rows)] = rows
         self.state.requests[:] = to_device(seats, self.pool.like)
@@ -305,15 +338,23 @@ class DecodeMemory:
         """
         if self._ended:
             self._refuse_ended()
-        if advance is None and known and self._coming:
-            need, give = self._coming[-1]
-            if self._launch_if_stocked(need, give):
-                del self._coming[-1]
-                self._ahead += 1
-                return True
-        elif advance is None and not known and not self._coming and self._roomy:
+        if advance is None and known and (self._covered or self._launched < len(self._popped) - 1):
+            if not self._covered and not self._cover():
+                return False
+            self._launch()
+            self.rounds += 1
+            self._launched += 1
+            self._covered -= 1
+            return True
+        if advance is None and not known and len(self._popped) == 1 and self._roomy:
             # The most that any round pops; tighter bounds would take a look at every request.
-            if self._launch_if_stocked(len(self.rows) * -(-self.state.lookahead // self.page_size), 0):
+            need = len(self.rows) * -(-self.state.lookahead // self.page_size)
+            if need <= self._stock_count():
+                self._launch()
+                self.rounds += 1
+                self.full.stepped(-need)
+                if self.swa is not None:
+                    self.swa.stepped(-need)
                 self._blind += 1
                 self._roomy -= 1
                 self._advance = None
@@ -321,26 +362,35 @@ class DecodeMemory:
                 return True
         return self._step(advance, known)
 
-    def _launch_if_stocked(self, need: int, give: int) -> bool:
-        """Launch a round that pops at most `need` pages, if the magazines hold them."""
-        full, swa = self.full, self.swa
-        if need and (need > full.hole_count or need > full.id_count or (swa is not None and need > swa.hole_count)):
-            return False
-        self._launch()
-        self.rounds += 1
-        if need:
-            full.stepped(-need)
-        if swa is not None and (need or give):
-            swa.stepped(give - need)
+    def _stock_count(self) -> int:
+        """Pages that a round can pop for certain."""
+        held: int = min(self.full.id_count, self.full.hole_count)
+        return held if self.swa is None else min(held, self.swa.hole_count)
+
+    def _cover(self) -> bool:
+        """See for how many rounds of the forecast the magazines hold pages, after stocking them for the next one if need be."""
+        popped, coming = self._popped, self._launched
+        need = popped[coming + 1] - popped[coming]
+        stock = self._stock_count()
+        if need > stock:
+            if not self._stock(need, relieve=False):
+                return False
+            stock = self._stock_count()
+        for pages in self._magazines:
+            pages.owed = self._books
+        self._covered = bisect_right(popped, popped[coming] + stock) - 1 - coming
+        # No answer about capacity outlives the rounds.
+        self.full.epoch.value += 1
         return True
 
     def _step(self, advance: np.ndarray | None, known: bool) -> bool:
         """The same with all the arithmetic."""
         step = self._checked_advance(advance, known)
         need = self.mirror.need(self.rows, step)
-        bands = [band for band in (self.full, self.swa) if band is not None]
-        if need > min(self.full.id_count, *(band.hole_count for band in bands)) and not self._stock(need, relieve=False):
+        if need > self._stock_count() and not self._stock(need, relieve=False):
             return False
+        # The round is not the one that was forecast.
+        self._expect([], [])
         if step is not None:
             self._upload(step)
         else:
@@ -358,8 +408,8 @@ class DecodeMemory:
             self.swa.stepped(pushed - popped)
         if advance is None and known:
             self._upload(np.ones(len(self.rows), np.int64))
-            needs, gives = self._mirror.forecast(self.rows, max(min(FORECAST, left), 0)) or ((), ())
-            self._coming = list(zip(needs, gives, strict=True))[::-1]
+            self._expect(*self._mirror.forecast(self.rows, max(min(self._horizon, left), 0)) or ([], []))
+            self._horizon = min(2 * self._horizon, LONGEST_FORECAST)
         return True
 
     def arrived(self, advance: Any) -> None:

@@ -91,6 +91,125 @@ def test_rounds_that_follow_a_forecast_are_in_the_mirror_when_it_is_asked() -> N
     assert memory.rounds == 60 and memory.check() == [] and memory.pool.check() == []
 
 
+class Unread:
+    """A read-back of a list's counters that never arrives."""
+
+    def poll(self) -> None:
+        return None
+
+    def start(self, stream: Any) -> bool:
+        return False
+
+
+def counted_by_notes(memory: DecodeMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the host know of the lists only what is noted, as on a device."""
+    lists = memory._magazines
+    for pages in lists:
+        monkeypatch.setattr(pages, "_known", pages.known)
+        monkeypatch.setattr(pages, "_reader", Unread())
+
+    def launch() -> None:
+        for pages in lists:
+            pages.device = -1
+        memory._call()
+        for pages in lists:
+            pages.device = 0
+
+    for pages in lists:
+        monkeypatch.setattr(pages, "device", 0)
+    monkeypatch.setattr(memory, "_launch", launch)
+
+
+ASK: dict[str, Callable[[DecodeMemory], Any]] = {
+    "holes": lambda memory: (memory.full.hole_count, memory.swa.hole_count, memory.full.id_count),
+    "live": lambda memory: (memory.full.live, memory.swa.live),
+    "state": lambda memory: [band.state() for band in memory.pool.chain.bands],
+    "available": lambda memory: [memory.pool.available(name) for name in ("full", "swa")],
+    "schedulable": lambda memory: memory.pool.schedulable({"full": 1, "swa": 1}),
+    "known": lambda memory: [pages.known for pages in memory._magazines],
+    "dirty": lambda memory: memory.swa.dirty,
+}
+
+
+@pytest.mark.parametrize("asked", ASK)
+@pytest.mark.parametrize("on_a_device", [False, True])
+def test_books_are_up_to_date_whenever_somebody_asks(asked: str, on_a_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds are taken account of in bulk. Against a memory that is asked after every round, and against the lists themselves."""
+    rng = np.random.default_rng(len(asked))
+    seldom, often = memory_of(pages=400), memory_of(pages=400)
+    for memory in (seldom, often):
+        for row in range(5):
+            memory.admit(row, 7 + 3 * row)
+        memory.seat(range(5))
+        for band in (memory.full, memory.swa):
+            assert memory.pool.stock(band.name, 130 if on_a_device else 60)
+            band.dirty = False
+        memory.step()
+        if on_a_device:
+            counted_by_notes(memory, monkeypatch)
+    quiet = 0
+    for number in range(90):
+        assert seldom.step() and often.step()
+        expected = ASK[asked](often)
+        quiet -= 1
+        if quiet < 0:
+            # The second answer may be remembered.
+            assert ASK[asked](seldom) == ASK[asked](seldom) == expected, number
+            quiet = int(rng.integers(0, 15))
+    for memory in (seldom, often):
+        for pages in memory._magazines:
+            assert pages.known == pages.counters[1] - pages.counters[0]
+        np.testing.assert_array_equal(memory.mirror.low.pages, memory.state.pages)
+
+
+def test_pages_that_go_elsewhere_between_rounds() -> None:
+    """The rounds that the magazines had pages for are counted anew."""
+    memory = memory_of(pages=300)
+    for row in range(4):
+        memory.admit(row, 9)
+    memory.seat(range(4))
+    assert memory.pool.stock("full", 50) and memory.pool.stock("swa", 50)
+    for _ in range(5):
+        assert memory.step()
+    held = memory.pool.alloc_joint({"full": 50, "swa": 50})
+    assert held is not None and memory.full.hole_count < 4
+    for _ in range(20):
+        assert memory.step()
+    assert memory.check() == [] and memory.pool.check() == []
+
+
+def test_two_memories_of_one_pool() -> None:
+    """What one of them pops the other knows of."""
+    one = memory_of(pages=300)
+    other = DecodeMemory(one.pool, num_rows=4, columns=40, lanes=4, window=12)
+    rng = np.random.default_rng(2)
+    for memory in (one, other):
+        for row in range(4):
+            memory.admit(row, 10 + row)
+        memory.seat(range(4))
+    assert one.pool.stock("full", 40) and one.pool.stock("swa", 40)
+    for _ in range(60):
+        memory = (one, other)[int(rng.integers(2))]
+        for _ in range(int(rng.integers(1, 5))):
+            if memory.mirror.high.lengths[:4].max() < 150:
+                assert memory.step()
+    assert one.check() == other.check() == one.pool.check() == []
+
+
+def test_unknown_rounds_after_a_forecast_have_room_for_themselves() -> None:
+    """Rounds of the forecast lengthen the requests, too."""
+    memory = memory_of(pages=200, lookahead=2)
+    memory.admit(0, 20)
+    memory.seat([0])
+    assert memory.pool.stock("full", 50) and memory.pool.stock("swa", 50)
+    for _ in range(139):
+        assert memory.step()
+    memory.state.advance[:1] = 1
+    with pytest.raises(ArgumentError, match="rows: expected at most 160 tokens"):
+        memory.step(known=False)
+    assert memory.check() == []
+
+
 def test_the_first_round_writes_behind_the_prompt() -> None:
     memory = memory_of()
     memory.admit(3, 8)
