@@ -30,6 +30,8 @@ __all__ = [
     "cuda",
     "device_function",
     "exclusive_scan",
+    "fresh_scan",
+    "fresh_scan_and_sums",
     "inclusive_max",
     "int64",
     "is_null",
@@ -120,11 +122,26 @@ if SIMULATED:
     @device_function
     def exclusive_scan(scratch: Any, value: int) -> Any:
         """The same contract without warp operations, which the simulator lacks."""
-        thread = cuda.threadIdx.x
         cuda.syncthreads()
+        return fresh_scan(scratch, value)
+
+    @device_function
+    def fresh_scan(scratch: Any, value: int) -> Any:
+        """The same contract."""
+        thread = cuda.threadIdx.x
         scratch[thread] = value
         cuda.syncthreads()
         return int(scratch[:thread].sum()), int(scratch[:BLOCK].sum())
+
+    @device_function
+    def fresh_scan_and_sums(scratch: Any, value: int, first: int, second: int, third: int) -> Any:
+        """The same contract."""
+        thread = cuda.threadIdx.x
+        for part, number in enumerate((value, first, second, third)):
+            scratch[part * BLOCK + thread] = number
+        cuda.syncthreads()
+        sums = [int(scratch[part * BLOCK : (part + 1) * BLOCK].sum()) for part in range(4)]
+        return int(scratch[:thread].sum()), *sums
 
     @device_function
     def inclusive_max(scratch: Any, value: int) -> Any:
@@ -219,19 +236,35 @@ else:
 
         Every thread of the block must call it; `scratch` is free again after the block's next barrier.
         """
-        thread = cuda.threadIdx.x
-        lane = thread & 31
-        warp = thread >> 5
-        inclusive = value
-        distance = 1
-        while distance < 32:
-            before = cuda.shfl_up_sync(0xFFFFFFFF, inclusive, distance)
-            if lane >= distance:
-                inclusive += before
-            distance *= 2
         # The barrier in front frees the scratch of an earlier scan.
         cuda.syncthreads()
-        if lane == 31:
+        return fresh_scan(scratch, value)
+
+    @device_function
+    def _warp_scan(value: int) -> int:
+        lane = cuda.threadIdx.x & 31
+        distance = 1
+        while distance < 32:
+            before = cuda.shfl_up_sync(0xFFFFFFFF, value, distance)
+            if lane >= distance:
+                value += before
+            distance *= 2
+        return value
+
+    @device_function
+    def _warp_sum(value: int) -> int:
+        distance = 16
+        while distance > 0:
+            value += cuda.shfl_xor_sync(0xFFFFFFFF, value, distance)
+            distance //= 2
+        return value
+
+    @device_function
+    def fresh_scan(scratch: Any, value: int) -> Any:
+        """The same with one barrier: for `scratch` that nobody has used since the block's last one."""
+        warp = cuda.threadIdx.x >> 5
+        inclusive = _warp_scan(value)
+        if cuda.threadIdx.x & 31 == 31:
             scratch[warp] = inclusive
         cuda.syncthreads()
         offset, total = int64(0), int64(0)
@@ -240,6 +273,23 @@ else:
                 offset += scratch[other]
             total += scratch[other]
         return offset + inclusive - value, total
+
+    @device_function
+    def fresh_scan_and_sums(scratch: Any, value: int, first: int, second: int, third: int) -> Any:
+        """The same beside the sums of three more values over the block, all behind one barrier. `scratch`: shared int64 [4 * BLOCK]."""
+        warp = cuda.threadIdx.x >> 5
+        first, second, third = _warp_sum(first), _warp_sum(second), _warp_sum(third)
+        if cuda.threadIdx.x & 31 == 31:
+            scratch[BLOCK + warp] = first
+            scratch[2 * BLOCK + warp] = second
+            scratch[3 * BLOCK + warp] = third
+        before, total = fresh_scan(scratch, value)
+        first, second, third = int64(0), int64(0), int64(0)
+        for other in range(BLOCK // 32):
+            first += scratch[BLOCK + other]
+            second += scratch[2 * BLOCK + other]
+            third += scratch[3 * BLOCK + other]
+        return before, total, first, second, third
 
     @device_function
     def inclusive_max(scratch: Any, value: int) -> Any:

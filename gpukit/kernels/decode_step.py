@@ -241,7 +241,7 @@ def decode_step(
 
     One launch, no host synchronisation, no allocation, safe inside a capture: a captured step is a decode round for the price of a graph
     launch. One block serves up to 256 lanes; several count the batch each for itself, tombstones are put in order by a prefix sum over tiles
-    (after D. Merrill and M. Garland, "Single-pass parallel prefix scan with decoupled look-back", 2016), and the last block to finish moves
+    (after D. Merrill and M. Garland, "Single-pass parallel prefix scan with decoupled look-back", 2016), and the block of the last tile moves
     lengths and counters. The answer is the same every time.
 
     Examples

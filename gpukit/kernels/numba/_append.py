@@ -20,6 +20,7 @@ from gpukit.compile.device import (
     device_function,
     exclusive_scan,
     int64,
+    uint32,
 )
 
 # Workspace: [TICKET], [FINISHED], then one published count + 1 per tile; 0 is "not yet".
@@ -27,15 +28,25 @@ TICKET, FINISHED, PUBLISHED = 0, 1, 2
 
 
 @device_function
-def take_if_live(v, v2p, virtual_rows, p2v, physical_rows):
-    # Free v and say where it was, -1 where it was not live. The exchange lets exactly one of equal ids see the page.
+def unbind_virtual(v, v2p, virtual_rows):
+    # Where v was, -1 if it is no page. The exchange lets exactly one of equal ids see the page.
     if v < 1 or v > virtual_rows - 2:
         return int64(-1)
-    p = atomic_exchange(v2p, v, -1)
-    # A page that the physical side gave to another id meanwhile stays with that id.
+    return atomic_exchange(v2p, v, -1)
+
+
+@device_function
+def unbind_physical(v, p, p2v, physical_rows):
+    # The page that v was at, -1 where it was not live. A page that the physical side gave to another id meanwhile stays with that id.
     if p < 1 or p > physical_rows - 2 or atomic_compare_exchange(p2v, p, v, -1) != v:
         return int64(-1)
     return p
+
+
+@device_function
+def take_if_live(v, v2p, virtual_rows, p2v, physical_rows):
+    # Free v and say where it was, -1 where it was not live.
+    return unbind_physical(v, unbind_virtual(v, v2p, virtual_rows), p2v, physical_rows)
 
 
 @device_function
@@ -80,12 +91,20 @@ def tile_base(base, tile, total, alone, workspace, scratch):
 
 
 @device_function
+def place_in_ring(counter, capacity):
+    # 32-bit division is several times cheaper.
+    if counter < 2147483648 and capacity < 2147483648:
+        return int64(uint32(counter) % uint32(capacity))
+    return counter % capacity
+
+
+@device_function
 def push(position, page, ring, capacity, counters, signal):
     # `position` counts from the tail before this launch. What does not fit is dropped and counted.
     head = counters[0]
     tail = counters[1]
     if position < capacity - (tail - head):
-        ring[(tail + position) % capacity] = page
+        ring[place_in_ring(tail + position, capacity)] = page
     else:
         count(signal, EXHAUSTED, 1)
 
