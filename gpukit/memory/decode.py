@@ -26,9 +26,8 @@ from gpukit.memory.pool import UnifiedPool
 
 __all__ = ["DecodeMemory"]
 
-# Rounds for which the pages that will be popped and pushed are worked out at once after a seating. The next forecasts are twice as long each, up to
-# the longest.
-FORECAST, LONGEST_FORECAST = 256, 4_096
+# Rounds for which the pages that will be popped and pushed are worked out at once: first after a seating, which may not last, and then.
+FORECAST, LONG_FORECAST = 256, 1_024
 
 
 class DecodeMemory:
@@ -409,7 +408,7 @@ class DecodeMemory:
         if advance is None and known:
             self._upload(np.ones(len(self.rows), np.int64))
             self._expect(*self._mirror.forecast(self.rows, max(min(self._horizon, left), 0)) or ([], []))
-            self._horizon = min(2 * self._horizon, LONGEST_FORECAST)
+            self._horizon = LONG_FORECAST
         return True
 
     def arrived(self, advance: Any) -> None:
