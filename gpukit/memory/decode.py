@@ -29,6 +29,9 @@ __all__ = ["DecodeMemory"]
 # Rounds for which the pages that will be popped and pushed are worked out at once: first after a seating, which may not last, and then.
 FORECAST, LONG_FORECAST = 256, 1_024
 
+# Rounds that the magazines are stocked for at once while the pool has so many times the pages.
+AHEAD, PLENTY = 64, 16
+
 
 class DecodeMemory:
     """The decode rounds of one pool.
@@ -107,6 +110,8 @@ class DecodeMemory:
         self._launched = self._booked = self._mirrored = 0
         # Rounds after the launched ones that the magazines hold pages for, whatever comes back meanwhile.
         self._covered = 0
+        # Whether the pool may have plenty of pages.
+        self._plenty = True
         # The lists that the step pops from call `_book` when somebody wants to know how many pages they hold.
         lists = self.full.holes, self.full.virtual, None if self.swa is None else self.swa.holes
         self._magazines: list[DevicePages] = [pages for pages in lists if pages is not None]
@@ -158,6 +163,7 @@ class DecodeMemory:
         self._book()
         self._popped, self._pushed = [0, *accumulate(popped)], [0, *accumulate(pushed)]
         self._launched = self._booked = self._mirrored = 0
+        self._plenty = True
 
     # Requests
 
@@ -372,7 +378,7 @@ class DecodeMemory:
         need = popped[coming + 1] - popped[coming]
         stock = self._stock_count()
         if need > stock:
-            if not self._stock(need, relieve=False):
+            if not self._stock_ahead(popped[min(coming + AHEAD, len(popped) - 1)] - popped[coming]) and not self._stock(need, relieve=False):
                 return False
             stock = self._stock_count()
         for pages in self._magazines:
@@ -381,6 +387,13 @@ class DecodeMemory:
         # No answer about capacity outlives the rounds.
         self.full.epoch.value += 1
         return True
+
+    def _stock_ahead(self, need: int) -> bool:
+        """Stock the magazines for many rounds, if that takes little of what the pool has: each time costs launches."""
+        names = ("full",) if self.swa is None else ("full", "swa")
+        # Asking costs as much as stocking, so a pool that is nearly full is not asked again in this forecast.
+        self._plenty = self._plenty and self.pool.available(dict.fromkeys(names, need)) >= PLENTY
+        return self._plenty and self._stock(need, relieve=False)
 
     def _step(self, advance: np.ndarray | None, known: bool) -> bool:
         """The same with all the arithmetic."""

@@ -178,6 +178,24 @@ def test_pages_that_go_elsewhere_between_rounds() -> None:
     assert memory.check() == [] and memory.pool.check() == []
 
 
+@pytest.mark.parametrize("pages", [2_000, 300])
+def test_magazines_are_stocked_ahead_while_there_is_plenty(pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stocking is a launch: for many rounds at once, but not with the last pages of a pool."""
+    memory = memory_of(pages=pages)
+    for row in range(3):
+        memory.admit(row, 8 + row)
+    memory.seat(range(3))
+    assert memory.step()
+    stocked: list[int] = []
+    stock = memory.pool.stock
+    monkeypatch.setattr(memory.pool, "stock", lambda name, n: stocked.append(n) or stock(name, n))
+    for _ in range(50):
+        assert memory.step()
+    # Three requests take a page each in every fourth round.
+    assert stocked[:2] == [48, 48] and len(stocked) == 2 if pages == 2_000 else set(stocked) == {1}
+    assert memory.check() == [] and memory.pool.check() == []
+
+
 def test_two_memories_of_one_pool() -> None:
     """What one of them pops the other knows of."""
     one = memory_of(pages=300)
