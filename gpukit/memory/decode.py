@@ -6,7 +6,6 @@ A round costs the host one graph launch and some arithmetic. Admission and ends 
 from __future__ import annotations
 
 from bisect import bisect_right
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -103,11 +102,12 @@ class DecodeMemory:
         self._ended: set[int] = set()
         # Requests that have not had a round yet: their length counts all their tokens.
         self._fresh: set[int] = set()
-        self._horizon = FORECAST
         # The forecast: pages popped and pushed before each of its rounds, and by all.
         self._popped, self._pushed = [0], [0]
         # Rounds of it that were launched, that the bands know of, and the mirror.
         self._launched = self._booked = self._mirrored = 0
+        # Rounds that every row had room for when the forecast was made.
+        self._left = 0
         # Rounds after the launched ones that the magazines hold pages for, whatever comes back meanwhile.
         self._covered = 0
         # Whether the pool may have plenty of pages.
@@ -118,7 +118,7 @@ class DecodeMemory:
         self._books = self._book
         # Rounds whose advance only the device knows that are not in the mirror yet.
         self._blind = 0
-        # Such rounds that every row has room for, whatever they accept.
+        # Such rounds that every row has room for, whatever they accept; none while there is a forecast.
         self._roomy = 0
         self._tokens = min(self.state.columns * self.page_size, MOST_TOKENS)
         # What `state.advance` holds, as far as the host wrote it.
@@ -157,13 +157,17 @@ class DecodeMemory:
         if self.swa is not None and (popped or pushed):
             self.swa.stepped(pushed - popped)
 
-    def _expect(self, popped: list[int], pushed: list[int]) -> None:
-        """Take another forecast, or none with empty lists."""
+    def _expect(self, rounds: int) -> None:
+        """Forecast so many rounds, each of which advances every request by 1; none with 0, or where requests have something to catch up with."""
         self._catch_up()
         self._book()
-        self._popped, self._pushed = [0, *accumulate(popped)], [0, *accumulate(pushed)]
-        self._launched = self._booked = self._mirrored = 0
+        self._popped, self._pushed = [0], [0]
+        self._launched = self._booked = self._mirrored = self._roomy = 0
         self._plenty = True
+        turns = self._mirror.turns(self.rows, rounds) if rounds else None
+        if turns is not None:
+            for sums, found in zip((self._popped, self._pushed), turns, strict=True):
+                sums += found.cumsum().tolist()
 
     # Requests
 
@@ -235,14 +239,12 @@ class DecodeMemory:
         if not self._admitted.issuperset(rows.tolist()):
             raise ArgumentError(f"rows: expected rows that requests have, got {sorted(set(rows.tolist()) - self._admitted)}, which none has")
         # Rounds with the former seating go into the mirror before it changes.
-        self._expect([], [])
-        self._horizon = FORECAST
+        self._expect(0)
         seats = np.full(self.state.lanes, -1, np.int64)
         seats[: len(rows)] = rows
         self.state.requests[:] = to_device(seats, self.pool.like)
         self.rows = rows
         self._ended.clear()
-        self._roomy = 0
         self.refill_tables()
 
     def refill_tables(self) -> None:
@@ -343,7 +345,7 @@ class DecodeMemory:
         """
         if self._ended:
             self._refuse_ended()
-        if advance is None and known and (self._covered or self._launched < len(self._popped) - 1):
+        if advance is None and known and (self._covered or self._foresee()):
             if not self._covered and not self._cover():
                 return False
             self._launch()
@@ -351,7 +353,7 @@ class DecodeMemory:
             self._launched += 1
             self._covered -= 1
             return True
-        if advance is None and not known and len(self._popped) == 1 and self._roomy:
+        if advance is None and not known and self._roomy:
             # The most that any round pops; tighter bounds would take a look at every request.
             need = len(self.rows) * -(-self.state.lookahead // self.page_size)
             if need <= self._stock_count():
@@ -371,6 +373,14 @@ class DecodeMemory:
         """Pages that a round can pop for certain."""
         held: int = min(self.full.id_count, self.full.hole_count)
         return held if self.swa is None else min(held, self.swa.hole_count)
+
+    def _foresee(self) -> bool:
+        """Whether the next round is forecast; where a forecast has run out, another one follows."""
+        rounds = len(self._popped) - 1
+        if rounds and self._launched == rounds:
+            self._left -= rounds
+            self._expect(min(LONG_FORECAST, self._left))
+        return self._launched < len(self._popped) - 1
 
     def _cover(self) -> bool:
         """See for how many rounds of the forecast the magazines hold pages, after stocking them for the next one if need be."""
@@ -402,7 +412,7 @@ class DecodeMemory:
         if need > self._stock_count() and not self._stock(need, relieve=False):
             return False
         # The round is not the one that was forecast.
-        self._expect([], [])
+        self._expect(0)
         if step is not None:
             self._upload(step)
         else:
@@ -420,8 +430,8 @@ class DecodeMemory:
             self.swa.stepped(pushed - popped)
         if advance is None and known:
             self._upload(np.ones(len(self.rows), np.int64))
-            self._expect(*self._mirror.forecast(self.rows, max(min(self._horizon, left), 0)) or ([], []))
-            self._horizon = LONG_FORECAST
+            self._left = max(left, 0)
+            self._expect(min(FORECAST, self._left))
         return True
 
     def arrived(self, advance: Any) -> None:

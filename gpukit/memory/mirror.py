@@ -114,16 +114,21 @@ class Mirror:
         >>> mirror.forecast(np.array([0]), 8)
         ([0, 1, 0, 0, 0, 1, 0, 0], [0, 1, 0, 0, 0, 1, 0, 0])
         """
+        found = self.turns(rows, rounds)
+        return None if found is None else (found[0].tolist(), found[1].tolist())
+
+    def turns(self, rows: np.ndarray, rounds: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """The same as int64 arrays."""
         if self._rounds:
             return None
         length, size = self.known.lengths[rows], self.page_size
         needs = _every(self.known.pages[rows] * size - length - self.lookahead, size, rounds)
-        if self.window is None:
-            return None if needs is None else (needs, [0] * rounds)
+        if needs is None or self.window is None:
+            return None if needs is None else (needs, np.zeros(rounds, np.int64))
         # A page leaves when the length reaches its end, and the pages of the window behind that.
         kept = -(-self.window // size) + 1
         gives = _every((self.known.retired[rows] + kept) * size - length - 1, size, rounds)
-        return None if needs is None or gives is None else (needs, gives)
+        return None if gives is None else (needs, gives)
 
     def skip(self, rows: np.ndarray, rounds: int) -> None:
         """So many rounds in which every row advanced by 1, all known."""
@@ -193,12 +198,10 @@ class Mirror:
             counts.retired[rows] += np.clip(edge - counts.retired[rows], 0, MOST_RETIRED)
 
 
-def _every(first: np.ndarray, period: int, rounds: int) -> list[int] | None:
+def _every(first: np.ndarray, period: int, rounds: int) -> np.ndarray | None:
     """How many of the rows have their turn in each round: row i in round ``first[i]``, and again every `period`; None where one is overdue."""
     if len(first) and first.min() < 0:
         return None
-    turns = np.bincount(first[first < rounds], minlength=rounds)
-    for begin in range(period, rounds, period):
-        turns[begin : begin + period] += turns[begin - period : begin][: rounds - begin]
-    found: list[int] = turns.tolist()
-    return found
+    whole = -(-rounds // period) * period
+    turns = np.bincount(first[first < whole], minlength=whole)
+    return turns.reshape(-1, period).cumsum(axis=0).reshape(-1)[:rounds]

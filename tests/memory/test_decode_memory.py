@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gpukit import ArgumentError, ArgumentTypeError
-from gpukit.memory import DecodeMemory, Entry, Mirror, Part, full_and_state, full_and_swa, full_swa_and_state
+from gpukit.memory import DecodeMemory, Entry, Mirror, Part, decode, full_and_state, full_and_swa, full_swa_and_state
 
 ROW = Entry((Part("k", (8,), "float32"),))
 STATE = Entry((Part("state", (64,), "float32"),))
@@ -77,6 +77,26 @@ def test_a_forecast_is_what_the_rounds_do(window: int | None, lookahead: int, pa
     behind.set(0, 100 * page_size, 100, 0)
     behind.round(np.array([0]), np.array([0]))
     assert behind.forecast(np.array([0]), 4) is None
+
+
+def test_forecast_follows_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until a row is full, without a look at every request in between."""
+    monkeypatch.setattr(decode, "FORECAST", 10)
+    monkeypatch.setattr(decode, "LONG_FORECAST", 40)
+    memory = memory_of(pages=400)
+    for row in range(3):
+        memory.admit(row, 5 + row)
+    memory.seat([0, 1, 2])
+    assert memory.step()
+    monkeypatch.setattr(memory, "_step", None)
+    for number in range(160 - 7 - 1):
+        assert memory.step()
+        if number in (9, 10, 49, 60, 140):
+            assert memory.check() == [] and memory.mirror.exact
+    monkeypatch.undo()
+    with pytest.raises(ArgumentError, match="rows: expected at most 160 tokens"):
+        memory.step()
+    assert memory.check() == [] and memory.pool.check() == []
 
 
 def test_rounds_that_follow_a_forecast_are_in_the_mirror_when_it_is_asked() -> None:
@@ -223,8 +243,9 @@ def test_unknown_rounds_after_a_forecast_have_room_for_themselves() -> None:
     for _ in range(139):
         assert memory.step()
     memory.state.advance[:1] = 1
-    with pytest.raises(ArgumentError, match="rows: expected at most 160 tokens"):
-        memory.step(known=False)
+    for known in (False, True, False):
+        with pytest.raises(ArgumentError, match="rows: expected at most 160 tokens"):
+            memory.step(known=known)
     assert memory.check() == []
 
 
