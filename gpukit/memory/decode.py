@@ -62,6 +62,9 @@ class DecodeMemory:
     No call takes a ``stream=``: the pool's one stream, current in the arrays' library, serves all of them. A captured step runs on the stream that
     it was captured on, so that is to be the same one.
 
+    While the pool has plenty of pages, the step's lists are stocked for many rounds at once. These pages are holes of their bands, which a flush
+    gives up.
+
     Examples
     --------
     >>> from gpukit.memory import Entry, Part, full_and_swa

@@ -41,10 +41,10 @@ SUMS = 4 * BLOCK
 # Tokens of a request at most, those of the coming round among them: kv_lengths holds int32.
 MOST_TOKENS = 2147483647
 
-# What `row_of` says where a lane is not live.
+# What `state_of` says where a lane is not live.
 PADDING, NO_ROW, BROKEN = -1, -2, -3
 
-# What a lane asks for, in one word that adds up over a block: pages (at most 16, as the lookahead is no more), full rows, tokens.
+# What a lane asks for, in one word that adds up over a block: pages (at most 16, because the lookahead is no longer), full rows, tokens.
 ROW_BITS, TOKEN_BITS = 13, 22
 FULL_ROW = 1 << ROW_BITS
 MOST_ROWS = (1 << (TOKEN_BITS - ROW_BITS)) - 1
