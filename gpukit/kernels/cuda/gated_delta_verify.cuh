@@ -755,7 +755,8 @@ __device__ __forceinline__ void record(
         if constexpr (convolves) {
             place.forget();
             inputs = Inputs(arrays, memory.convolved, batch, place, groups.key_head(place.head));
-            inputs.load_weights();
+            if constexpr (settled)
+                inputs.load_weights();
             inputs.load_history(found.slot);
         }
     }
