@@ -67,3 +67,11 @@ def card() -> Iterator[Any]:
     made = CupyDevice()
     yield made
     made.check_guards()
+
+
+@pytest.fixture(params=["one by one", "in bulk"])
+def direct_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both kernels of `gated_delta.direct`, one after the other, whatever the number of heads."""
+    from gpukit.kernels import gated_delta
+
+    monkeypatch.setattr(gated_delta, "_BULK_NUMBERS", range(2**40 if request.param == "in bulk" else 0))

@@ -44,8 +44,9 @@ from gpukit.streams import choose
 
 __all__ = ["conv_fold_record", "conv_record", "direct", "fold", "fold_record", "record", "snapshot"]
 
-_DIRECT, _SNAPSHOT, _RECORD_EXACT, _FOLD_RECORD_EXACT, _FOLD = (
-    Kernel("gated_delta", name, language="cuda", early=True) for name in ("direct", "snapshot", "record_exact", "fold_record_exact", "fold")
+_DIRECT, _DIRECT_BULK, _SNAPSHOT, _RECORD_EXACT, _FOLD_RECORD_EXACT, _FOLD = (
+    Kernel("gated_delta", name, language="cuda", early=True)
+    for name in ("direct", "direct_bulk", "snapshot", "record_exact", "fold_record_exact", "fold")
 )
 
 
@@ -67,9 +68,12 @@ _FOLD_RECORDS = _verifiers(("fold_record", 64, 32), ("fold_record_long", 64, 32)
 _CONV_RECORDS = _verifiers(("conv_record_wide", 128, 32), ("conv_record", 128, 64), ("conv_record_long", 64, 32))
 _CONV_FOLD_RECORDS = _verifiers(("conv_fold_record", 128, 64), ("conv_fold_record_long", 64, 32))
 
-# WARPS and ROWS of cuda/gated_delta.cuh and its FOLD_ variants, as threads of a block and rows of V that a block works on.
+# WARPS and ROWS of cuda/gated_delta.cuh and its BULK_ and FOLD_ variants, as threads of a block and rows of V that a block works on.
 _THREADS, _TILE = 64, 8
+_BULK_THREADS, _BULK_TILE = 128, 64
 _FOLD_THREADS, _FOLD_TILE = 64, 8
+# With so many numbers in the states of a call they come in bulk: 128 to 511 heads of 128. Fewer come quicker one by one, more as quick.
+_BULK_NUMBERS = range(1 << 21, 1 << 23)
 # Up to so many blocks, two of an H200's multiprocessor, twice the warps share each one's work.
 _FEW_BLOCKS = 264
 _SHORT, _MOST_TOKENS = 4, 16
@@ -127,13 +131,14 @@ def direct(
     normalize : bool
         Whether keys and queries are divided by their norms.
     prefetch_layer : int, optional
-        Layer whose states of the same slots the L2 shall fetch meanwhile: the one that the next call works on. Changes no result.
+        Layer whose states of the same slots the L2 shall fetch meanwhile: the one that the next call works on. Pays while states of two layers are
+        well within the L2; with many heads most together with `settled`, which lets them come when this layer's have come. Changes no result.
     settled : bool
         Whether everything but the tokens (`q`, `k`, `v`, `g`, `beta`) was there before the op in front of this one on its stream went to work, and
         stays as it is while that one runs: states, slots and whatever else is read. A launch that overlaps it (`gpukit.launch.overlapping`) may then
         read them meanwhile. So it is where each layer has states of its own and slots come with the batch, but not in the first layer behind a
-        `fold`, which writes states and histories, and not behind a kernel of another library that lets others begin before it has waited itself.
-        Nothing checks it. Changes no result.
+        `fold`, which writes states and histories, and not behind a kernel that lets others begin before it has waited itself, like a settled
+        `fold` or one of another library. Nothing checks it. Changes no result.
     keep : float, optional
         Share of the states' lines that the L2 is asked to keep (evict_last), by the accesses themselves; the others are the first to go
         (evict_first). None: no hints. Changes no result.
@@ -155,8 +160,9 @@ def direct(
 
     Notes
     -----
-    One launch, no host synchronisation, safe inside a capture when `out` is given. A state is read once and written once, whatever T is.
-    The output of a token is taken from the state before it, as ``scale (a S qn + d (kn · qn))``, which equals the formula but for rounding.
+    One launch, no host synchronisation, safe inside a capture when `out` is given. A state is read once and written once, whatever T is; with 128 to
+    511 heads of 128, of all sequences together, by bulk copies. The output of a token is taken from the state before it, as
+    ``scale (a S qn + d (kn · qn))``, which equals the formula but for rounding.
 
     Examples
     --------
@@ -196,7 +202,10 @@ def direct(
         *inputs, out_at, items, tokens, key_heads, pool.heads, pool.dim, states_at(pool, layer), pool.slot_stride, pool.slots,
         slots_at, destination_at, ahead, float_bits(scale) | hint, flags, counters,
     )  # fmt: skip
-    return _DIRECT.launch((), device, handle, items * pool.heads * (pool.dim // _TILE), _THREADS, arguments, out)
+    heads = items * pool.heads
+    if heads * pool.dim * pool.dim in _BULK_NUMBERS:
+        return _DIRECT_BULK.launch((), device, handle, heads * (pool.dim // _BULK_TILE), _BULK_THREADS, arguments, out)
+    return _DIRECT.launch((), device, handle, heads * (pool.dim // _TILE), _THREADS, arguments, out)
 
 
 @operation

@@ -154,7 +154,7 @@ def test_an_empty_batch_gives_an_empty_array() -> None:
 def test_the_constants_of_the_plans_are_those_of_the_kernels() -> None:
     source = source_path("gated_delta").with_suffix(".cuh").read_text()
     constants = {name: int(value) for name, value in re.findall(r"constexpr int (\w+) = (\d+);", source)}
-    for kind in ("", "FOLD_"):
+    for kind in ("", "BULK_", "FOLD_"):
         assert getattr(gated_delta, f"_{kind}THREADS") == 32 * constants[f"{kind}WARPS"]
         assert getattr(gated_delta, f"_{kind}TILE") == constants[f"{kind}WARPS"] * (32 // constants["LANES"]) * constants[f"{kind}ROWS"]
     entries = source_path("gated_delta").read_text()
@@ -172,6 +172,7 @@ def test_the_constants_of_the_plans_are_those_of_the_kernels() -> None:
 # On a GPU.
 
 
+@pytest.mark.usefixtures("direct_kernel")
 @pytest.mark.gpu
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("tokens", [1, 2, 64])
@@ -221,6 +222,7 @@ def test_record_is_the_rule_and_logs_what_came_in(card: Any, key_heads: int, hea
     assert np.array_equal(host(card, pool.rec), before)
 
 
+@pytest.mark.usefixtures("direct_kernel")
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("items", [1, 2, 8])
@@ -286,6 +288,7 @@ def test_rounds_of_fold_record_equal_fold_and_record_to_the_bit(card: Any, token
         accepted = rng.integers(0, tokens + 1, items).astype(np.int32)
 
 
+@pytest.mark.usefixtures("direct_kernel")
 @pytest.mark.gpu
 def test_what_is_skipped_is_counted_and_leaves_everything_alone(card: Any) -> None:
     before = states_of((1, 4, 2, 64, 64))
@@ -317,6 +320,7 @@ def test_what_is_skipped_is_counted_and_leaves_everything_alone(card: Any) -> No
     assert np.array_equal(host(card, pool.rec), before) and not host(card, out).any()
 
 
+@pytest.mark.usefixtures("direct_kernel")
 @pytest.mark.gpu
 def test_who_stands_in_whose_way_is_as_in_the_reference(card: Any) -> None:
     before, batch = states_of((1, 4, 2, 64, 64)), tokens_of(2, 1, 1, 2, 64)
@@ -335,6 +339,7 @@ def test_who_stands_in_whose_way_is_as_in_the_reference(card: Any) -> None:
         assert found[0] == found[1], (name, found)
 
 
+@pytest.mark.usefixtures("direct_kernel")
 @pytest.mark.gpu
 def test_views_of_one_projection_are_read_by_their_strides(card: Any) -> None:
     rng = np.random.default_rng(0)

@@ -38,6 +38,7 @@ def states_as(dtype: str, *shape: int) -> np.ndarray:
     return values if dtype == "float32" else bits(values)
 
 
+@pytest.mark.usefixtures("direct_kernel")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tokens", [1, 4, 5, 9])
 @pytest.mark.parametrize(("key_heads", "heads", "dim"), GEOMETRIES)
@@ -93,6 +94,7 @@ def test_a_snapshot_that_others_need_is_refused(card: Any) -> None:
     assert np.array_equal(host(card, pool.rec), before) and not host(card, out).any()
 
 
+@pytest.mark.usefixtures("direct_kernel")
 @pytest.mark.parametrize(("key_heads", "heads", "dim"), GEOMETRIES)
 def test_states_in_bfloat16_are_as_good_as_their_digits(card: Any, key_heads: int, heads: int, dim: int) -> None:
     tokens = 32
@@ -107,6 +109,7 @@ def test_states_in_bfloat16_are_as_good_as_their_digits(card: Any, key_heads: in
     assert np.linalg.norm(numbers(host(card, out))[0] - outputs) <= 1.6e-2 * np.linalg.norm(outputs)
 
 
+@pytest.mark.usefixtures("direct_kernel")
 @pytest.mark.parametrize("items", [1, 3])
 def test_fetching_ahead_and_overlapping_change_nothing(items: int) -> None:
     import torch
@@ -126,7 +129,7 @@ def test_fetching_ahead_and_overlapping_change_nothing(items: int) -> None:
 
     inputs, slots = {name: on_device(array) for name, array in batch.items()}, torch.arange(items, device="cuda")
     seen = []
-    for ahead in (False, True):
+    for ahead, settled in ((False, False), (True, False), (True, True)):
         pool = StatePool(on_device(before))
         outs = [torch.zeros(items, tokens, heads, dim, dtype=torch.bfloat16, device="cuda") for _ in range(layers)]
         torch.cuda.synchronize()
@@ -136,11 +139,11 @@ def test_fetching_ahead_and_overlapping_change_nothing(items: int) -> None:
                     # Each layer reads what the one before put out, so that overlapping too far would show.
                     values = {**inputs, "v": outs[layer - 1]} if layer else inputs
                     following = (layer + 1) % layers if ahead else None
-                    gated_delta.direct(**values, pool=pool, slots=slots, layer=layer, out=outs[layer], prefetch_layer=following)
+                    gated_delta.direct(**values, pool=pool, slots=slots, layer=layer, out=outs[layer], prefetch_layer=following, settled=settled)
             for _ in range(5):
                 graph.launch()
         torch.cuda.synchronize()
         seen.append([pool.rec.cpu().numpy(), *(out.view(torch.int16).cpu().numpy() for out in outs)])
         graph.close()
-    for plain, other in zip(*seen, strict=True):
-        assert np.array_equal(plain, other)
+    for plain, *others in zip(*seen, strict=True):
+        assert all(np.array_equal(plain, other) for other in others)

@@ -172,6 +172,7 @@ def test_one_pass_of_large_batches_and_long_logs(card: Any, items: int, width: i
     assert_same(rounds.commit_and_verify(accepted, False), rounds.commit_and_verify(accepted, True, settled=settled))
 
 
+@pytest.mark.usefixtures("direct_kernel")
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("keep", [0, 0.3, 1.0])
@@ -236,6 +237,7 @@ def test_histories_alone_count_what_they_skip(card: Any) -> None:
     assert np.array_equal(host(card, pool.conv), rounds.histories)
 
 
+@pytest.mark.usefixtures("direct_kernel")
 @pytest.mark.gpu
 @pytest.mark.parametrize(("items", "tokens"), [(1, 1), (1, 4), (3, 4), (20, 4)])
 @pytest.mark.parametrize("op", ["direct", "record", "fold_record", "conv_record", "conv_fold_record"])

@@ -73,6 +73,84 @@ __device__ __forceinline__ void direct(
         states.store<DIM, LANES>(state, load_id(destination, id_bytes, first_id) * states.slot_stride + place.state());
 }
 
+template <int DIM>
+struct BulkMemory {
+    Rows<DIM> rows[BULK_WARPS];
+    Tokens<DIM, BULK_WARPS, BULK_TILE, true> tokens;
+};
+
+// The same for a batch of many heads: a block has more rows than its registers hold, and all of them are on their way at once. With settled states
+// those that the next call will want follow when they have come, while both wait for the kernel in front.
+template <int DIM>
+__device__ __forceinline__ void direct_in_bulk(
+    BulkMemory<DIM>& memory, const Batch& batch, const States& states, const void* source, const void* destination, int64 id_bytes, float scale,
+    bool normalize, bool settled, int64* signal)
+{
+    const Place<DIM, BULK_WARPS, BULK_ROWS, LANES> place(blockIdx.x, static_cast<unsigned>(batch.heads));
+    Rows<DIM>& rows = memory.rows[threadIdx.x / 32];
+    auto& shared = memory.tokens;
+    const int tokens = static_cast<int>(batch.tokens);
+    const bool rounds = states.are_bfloat16;
+    if (!settled)
+        wait_for_predecessor();
+    const int64 from = load_id(source, id_bytes, place.item), to = load_id(destination, id_bytes, place.item);
+    const bool is_padding = from < 0 || to < 0;
+    if (is_padding || from >= states.slots || to >= states.slots) {
+        if (settled)
+            wait_for_predecessor();
+        if (!is_padding && place.is_first())
+            count(signal, OUT_OF_RANGE);
+        return clear_outputs(batch, place, 0);
+    }
+    rows.fetch(states, from * states.slot_stride + place.warp_state());
+    if (settled && states.prefetch)
+        rows.wait();
+    states.fetch_next<DIM>(from * states.slot_stride + place.block_state(), place.rows);
+    if (settled) {
+        wait_for_predecessor();
+        release_successor();
+    }
+    Part<DIM, BULK_TILE, true> part{};
+    if (shared.mine() < tokens)
+        part.load(source_of<DIM>(batch, place, shared.mine()));
+    if (batch.items > 1 && is_taken(source, destination, id_bytes, batch.items, 1, false, states.slots, place.item, to)) {
+        if (place.is_first())
+            count(signal, OCCUPIED);
+        rows.wait();
+        return clear_outputs(batch, place, 0);
+    }
+#pragma unroll 1
+    for (int first = 0; first == 0 || first < tokens; first += shared.count) {
+        if (first > 0)
+            __syncthreads();
+        if (first + shared.mine() / 2 * 2 < tokens)
+            shared.share(part, normalize);
+        __syncthreads();
+        const int next = first + shared.count;
+        if (next + shared.mine() < tokens)
+            part.load(source_of<DIM>(batch, place, next + shared.mine()));
+        if (first == 0)
+            rows.wait();
+#pragma unroll 1
+        for (int r = 0; r < BULK_ROWS; r += BULK_ROWS_AT_ONCE) {
+            float4 state[BULK_ROWS_AT_ONCE][DIM / 4 / LANES];
+            rows.load(state, r, rounds);
+#pragma unroll 1
+            for (int t = first; t < min(next, tokens); t++) {
+                float output[BULK_ROWS_AT_ONCE];
+                advance<DIM, LANES, true>(state, shared, t - first, place.lane, place.first_row % BULK_TILE + place.groups * r, rounds, scale, output);
+                store_output(batch, place, t, r, output);
+            }
+            if (next >= tokens)
+                states.store<DIM, LANES>(state, to * states.slot_stride + place.state() + place.groups * r * DIM);
+            else
+                rows.store(state, r, rounds);
+        }
+    }
+    if (!settled)
+        release_successor();
+}
+
 #define GPUKIT_BATCH_PARAMETERS                            \
     const Bits *q, int64 q_batch, int64 q_token,           \
     const Bits *k, int64 k_batch, int64 k_token,           \
@@ -111,6 +189,22 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, DIRECT_BLOCKS) gpukit_d
     else
         direct<64, false, false>(&memory, batch, states, source, destination, id_bytes_of(flags, WIDE_SLOTS), scale_of_outputs,
             flags & NORMALIZE, signal);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * BULK_WARPS, BULK_BLOCKS) gpukit_direct_bulk(
+    GPUKIT_BATCH_PARAMETERS, void* pool, int64 slot_stride, int64 slots, const void* source, const void* destination, int64 prefetch, int64 scale,
+    int64 flags, int64* signal)
+{
+    GPUKIT_BATCH;
+    __shared__ BulkMemory<128> memory;
+    const States states{pool, slot_stride, slots, (flags & BFLOAT16_STATES) != 0, prefetch, upper_half(scale)};
+    const float scale_of_outputs = __int_as_float(static_cast<int>(scale));
+    if (dim == 128)
+        direct_in_bulk<128>(memory, batch, states, source, destination, id_bytes_of(flags, WIDE_SLOTS), scale_of_outputs, flags & NORMALIZE,
+                            flags & SETTLED, signal);
+    else
+        direct_in_bulk<64>(reinterpret_cast<BulkMemory<64>&>(memory), batch, states, source, destination, id_bytes_of(flags, WIDE_SLOTS),
+                           scale_of_outputs, flags & NORMALIZE, flags & SETTLED, signal);
 }
 
 // `destination` holds a slot a token.

@@ -14,6 +14,9 @@ using Bits = unsigned short;  // of a bfloat16
 // Warps of a block and rows of V of a lane. Many small blocks, all resident: what is read and what is written then alternates finely.
 constexpr int WARPS = 2;
 constexpr int ROWS = 1;
+constexpr int BULK_WARPS = 4;
+constexpr int BULK_ROWS = 4;
+constexpr int BULK_ROWS_AT_ONCE = 2;
 constexpr int FOLD_WARPS = 2;
 constexpr int FOLD_ROWS = 1;
 constexpr int RECORD_WARPS = 2;
@@ -28,6 +31,7 @@ constexpr int LARGE_RECORD_WARPS = 4;
 // fewest.
 constexpr bool IS_HOPPER = __CUDA_ARCH__ == 900;
 constexpr int DIRECT_BLOCKS = IS_HOPPER ? 14 : 12;
+constexpr int BULK_BLOCKS = 4;
 constexpr int FOLD_BLOCKS = IS_HOPPER ? 16 : 14;
 constexpr int RECORD_BLOCKS = IS_HOPPER ? 8 : 6;
 constexpr int LARGE_RECORD_BLOCKS = IS_HOPPER ? 4 : 3;
@@ -46,6 +50,7 @@ constexpr int RECORD_LANES = 4;
 constexpr int SUM_LANES = 8;
 // Rows of V that a block works on.
 constexpr int TILE = WARPS * 32 / LANES * ROWS;
+constexpr int BULK_TILE = BULK_WARPS * 32 / LANES * BULK_ROWS;
 constexpr int FOLD_TILE = FOLD_WARPS * 32 / LANES * FOLD_ROWS;
 
 // Upper half of a parameter whose lower half is something else.
@@ -98,6 +103,12 @@ struct Place {
     __device__ __forceinline__ int64 block_state() const
     {
         return (static_cast<int64>(head) * DIM + tile * rows) * DIM;
+    }
+
+    // Element where the rows of the thread's warp begin.
+    __device__ __forceinline__ int64 warp_state() const
+    {
+        return block_state() + static_cast<int64>(threadIdx.x / 32 * groups * ROWS) * DIM;
     }
 
     // Let the compiler take the place for another one: what follows from it is worked out again, where keeping it would cost registers.
@@ -468,13 +479,14 @@ __device__ __forceinline__ void clear_outputs(const Batch& batch, const Place<DI
         batch.out[batch.output(place.item, i / rows, place.head, DIM) + place.tile * rows + i % rows] = 0;
 }
 
-// One lane of a row stores its output.
-template <int DIM, int WARPS, int ROWS, int LANES>
-__device__ __forceinline__ void store_output(const Batch& batch, const Place<DIM, WARPS, ROWS, LANES>& place, int64 t, const float (&output)[ROWS])
+// One lane of a row stores its output; those of the lane's rows from `first` on.
+template <int DIM, int WARPS, int ROWS, int LANES, int SOME>
+__device__ __forceinline__ void store_output(
+    const Batch& batch, const Place<DIM, WARPS, ROWS, LANES>& place, int64 t, int first, const float (&output)[SOME])
 {
-    Bits* out = batch.out + batch.output(place.item, t, place.head, DIM) + place.first_row;
+    Bits* out = batch.out + batch.output(place.item, t, place.head, DIM) + place.first_row + place.groups * first;
 #pragma unroll
-    for (int r = 0; r < ROWS; r++)
+    for (int r = 0; r < SOME; r++)
         if (place.lane == r)
             out[place.groups * r] = float_to_bf16(output[r]);
 }
@@ -499,7 +511,7 @@ __device__ __forceinline__ void walk(
         for (int t = first; t < min(next, tokens); t++) {
             float output[ROWS];
             advance<DIM, LANES, true>(state, shared, t - first, place.lane, place.first_row % TILE, rounds, scale, output);
-            store_output(batch, place, t, output);
+            store_output(batch, place, t, 0, output);
             after(t);
         }
     }
@@ -523,6 +535,96 @@ __device__ __forceinline__ Source source_of(const Log& log, const Place& place, 
     const Bits* k = log.k + (entry * log.key_heads + key_head) * DIM;
     return {k, k, log.v + (entry * log.heads + place.head) * DIM + place.tile * place.rows, gates.x, gates.y};
 }
+
+// Rows of V of a warp, BULK_ROWS a lane, asked for at once: they come to shared memory on their own, by one copy on Hopper and later, and registers
+// are not needed before they are there. A lane only ever reads what it would have loaded.
+template <int DIM>
+struct Rows {
+    static constexpr int groups = 32 / LANES;
+    static constexpr int count = groups * BULK_ROWS;  // of the warp
+    static constexpr int STEPS = DIM / 4 / LANES;
+
+    alignas(128) float numbers[count * DIM];  // or as many bfloat16
+    uint64 arrived;
+
+    // The lane's first element, of the row `groups * r` behind its own.
+    static __device__ __forceinline__ int own(int r)
+    {
+        const int lane = threadIdx.x % 32;
+        return (lane / LANES + groups * r) * DIM + 4 * (lane % LANES);
+    }
+
+    // All lanes of the warp come here. `from` is the element where the warp's first row begins.
+    __device__ __forceinline__ void fetch(const States& states, int64 from)
+    {
+        const int bytes = states.are_bfloat16 ? 2 : 4;
+        const char* begin = static_cast<const char*>(states.pool) + from * bytes;
+#if __CUDA_ARCH__ >= 900
+        if (threadIdx.x % 32 == 0) {
+            const unsigned barrier = shared_address(&arrived), size = count * DIM * bytes;
+            const CachePolicy policy = states.hint ? policy_keep(states.share()) : policy_evict_first();
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(size) : "memory");
+            asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+                             shared_address(numbers)),
+                         "l"(begin), "r"(size), "r"(barrier), "l"(policy)
+                         : "memory");
+        }
+        __syncwarp();
+#else
+#pragma unroll
+        for (int r = 0; r < BULK_ROWS; r++)
+#pragma unroll
+            for (int j = 0; j < STEPS; j++) {
+                const int at = (own(r) + 4 * LANES * j) * bytes;
+                const unsigned to = shared_address(numbers) + at;
+                if (states.are_bfloat16)
+                    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(begin + at) : "memory");
+                else
+                    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(begin + at) : "memory");
+            }
+#endif
+    }
+
+    // The rows are here. What was asked for must have come before the block ends.
+    __device__ __forceinline__ void wait()
+    {
+#if __CUDA_ARCH__ >= 900
+        asm volatile(
+            "{\n"
+            ".reg .pred there;\n"
+            "again:\n"
+            "mbarrier.try_wait.parity.shared::cta.b64 there, [%0], 0;\n"
+            "@!there bra again;\n"
+            "}" ::"r"(shared_address(&arrived)) : "memory");
+#else
+        asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+    }
+
+    template <int SOME>
+    __device__ __forceinline__ void load(float4 (&state)[SOME][STEPS], int first, bool are_bfloat16) const
+    {
+        if (are_bfloat16)
+            States::visit<DIM, LANES>(state, reinterpret_cast<const Bits*>(numbers) + own(first), [](float4& four, const Bits* at) {
+                four = widen(*reinterpret_cast<const uint2*>(at));
+            });
+        else
+            States::visit<DIM, LANES>(state, numbers + own(first), [](float4& four, const float* at) { four = *reinterpret_cast<const float4*>(at); });
+    }
+
+    template <int SOME>
+    __device__ __forceinline__ void store(float4 (&state)[SOME][STEPS], int first, bool are_bfloat16)
+    {
+        if (are_bfloat16)
+            States::visit<DIM, LANES>(state, reinterpret_cast<Bits*>(numbers) + own(first), [](float4& four, Bits* at) {
+                *reinterpret_cast<uint2*>(at) = narrow(four);
+            });
+        else
+            States::visit<DIM, LANES>(state, numbers + own(first), [](float4& four, float* at) { *reinterpret_cast<float4*>(at) = four; });
+    }
+};
 
 // Take the state past the first `m` tokens of a row of the log. What lies behind them is not read. `part` is the thread's of the first tokens.
 template <int DIM, int WARPS, int ROWS, int LANES, int TILE>

@@ -980,7 +980,7 @@ __device__ __forceinline__ void record_exactly(
         for (int i = 0; i < min(shared.count, found.tokens - first); i++) {
             float output[ROWS];
             advance<DIM, LANES, true>(state, shared, i, place.lane, place.first_row % TILE, states.are_bfloat16, scale, output);
-            store_output(batch, place, first + i, output);
+            store_output(batch, place, first + i, 0, output);
         }
     }
     clear_outputs(batch, place, found.tokens);

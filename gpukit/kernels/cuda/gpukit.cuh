@@ -42,6 +42,11 @@ __device__ __forceinline__ void store_streaming(Bytes* address, Bytes value)
     __stcs(address, value);
 }
 
+__device__ __forceinline__ unsigned shared_address(const void* at)
+{
+    return static_cast<unsigned>(__cvta_generic_to_shared(at));
+}
+
 // First thing in a kernel that may be launched before the one in front of it has ended: wait until all that was written there is to be seen.
 // Nothing where it is launched the plain way.
 __device__ __forceinline__ void wait_for_predecessor()
