@@ -680,6 +680,7 @@ def fold(
     states: bool = True,
     histories: bool = True,
     normalize: bool = True,
+    settled: bool = False,
     keep: float | None = None,
     stream: Any = None,
     signal: Signal | None = None,
@@ -702,6 +703,10 @@ def fold(
         taken along before it; ``states=False`` does nothing, and counts nothing, where pool and log have no histories.
     normalize : bool
         As it was in `record`.
+    settled : bool
+        Whether all that is read, `rows` and `log` too, was there before the op in front of this one on its stream went to work, and that one neither
+        reads nor writes the states and histories of this call: so it is with an op or more between acceptance and the fold. A launch that overlaps it
+        (`gpukit.launch.overlapping`) then does all of its work meanwhile. Nothing checks it. Changes no result.
     keep : float, optional
         As in `direct`.
     stream : stream, optional
@@ -761,8 +766,8 @@ def fold(
         return nothing()
     arguments = (
         pool.pointer, pool.layer_stride, pool.slot_stride, pool.slots, log.k_pointer, log.v_pointer, log.gates_pointer, log.rows, log.width,
-        log.key_heads, pool.heads, pool.dim, rows_at, ITEMSIZE[id_type], count, _flags(normalize, pool) | hint, state_blocks,
-        pool.conv_pointer, pool.conv_layer_stride, pool.conv_slot_stride, log.conv_pointer, pool.channels, counters,
+        log.key_heads, pool.heads, pool.dim, rows_at, ITEMSIZE[id_type], count, _flags(normalize, pool) | _SETTLED * bool(settled) | hint,
+        state_blocks, pool.conv_pointer, pool.conv_layer_stride, pool.conv_slot_stride, log.conv_pointer, pool.channels, counters,
     )  # fmt: skip
     return _FOLD.launch((), device, choose(stream, rows), state_blocks + history_blocks, _FOLD_THREADS, arguments)
 

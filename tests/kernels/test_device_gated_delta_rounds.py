@@ -14,7 +14,7 @@ from gpukit.kernels import gated_delta
 from gpukit.kernels.state_pool import ReplayLog, StatePool
 from gpukit.launch import overlapping
 from tests.helpers.bf16 import bits, random_bits
-from tests.helpers.gated_delta import GEOMETRIES, states_of
+from tests.helpers.gated_delta import GEOMETRIES, states_of, tokens_of
 from tests.helpers.gated_delta_device import host, make_log, make_pool
 
 LAYERS = 2
@@ -306,5 +306,55 @@ def test_what_is_settled_may_be_read_while_the_kernel_in_front_runs(op: str, ite
             graph.close()
         left = [*outs, *(getattr(logs[1], name) for name in ("k", "v", "gates", "conv") if op != "direct")]
         seen.append([pool.rec.cpu().numpy(), *(array.view(torch.uint8).cpu().numpy() for array in left)])
+    for plain, other in zip(*seen, strict=True):
+        assert np.array_equal(plain, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("items", [1, 5])
+def test_a_settled_fold_runs_beside_the_op_in_front(items: int) -> None:
+    """Two pools take turns: each is folded while the other is verified, and verified again right behind the fold of its own."""
+    import torch
+
+    import gpukit
+    from gpukit.graphs import capture
+    from gpukit.measure.timing import own_stream
+
+    gpukit.warmup(subjects=["gated_delta"])
+    layers, tokens, key_heads, heads, dim, channels = 3, 4, 2, 4, 128, 1024
+    rng = np.random.default_rng(items)
+    like = torch.empty(1, device="cuda")
+    batch = tokens_of(items, tokens, key_heads, heads, dim)
+    tensors = {name: torch.from_numpy(array.view(np.int16) if array.dtype == np.uint16 else array).cuda() for name, array in batch.items()}
+    inputs = {name: tensor.view(torch.bfloat16) if tensor.dtype == torch.int16 else tensor for name, tensor in tensors.items()}
+    states, histories = states_of((layers, items, heads, dim, dim)), random_bits(rng, layers, items, 3, channels)
+    columns = random_bits(rng, layers, items, tokens, channels)
+    slots = torch.arange(items, device="cuda")
+    rows = torch.stack((slots, slots, slots % (tokens + 1)), 1).contiguous()
+    seen = []
+    for settled in (False, True):
+        pools = [StatePool(torch.from_numpy(states).cuda(), torch.from_numpy(histories.view(np.int16)).cuda().view(torch.bfloat16)) for _ in range(2)]
+        logs = [ReplayLog.allocate(layers, items, tokens, key_heads, heads, dim, channels=channels, like=like) for _ in range(2)]
+        for log in logs:
+            log.conv.view(torch.int16).copy_(torch.from_numpy(columns.view(np.int16)))
+        outs = [[torch.zeros(items, tokens, heads, dim, dtype=torch.bfloat16, device="cuda") for _ in range(layers)] for _ in range(2)]
+        torch.cuda.synchronize()
+
+        def verify(which: int, pools: Any = pools, logs: Any = logs, outs: Any = outs) -> None:
+            for layer in range(layers):
+                gated_delta.record(**inputs, pool=pools[which], slots=slots, log=logs[which], layer=layer, out=outs[which][layer])
+
+        with own_stream() as stream:
+            with overlapping(settled), capture(stream) as graph:
+                verify(0)
+                for turn in range(6):
+                    verify(1 - turn % 2)
+                    gated_delta.fold(pools[turn % 2], logs[turn % 2], rows, settled=settled)
+            for _ in range(5):
+                graph.launch()
+            torch.cuda.synchronize()
+            graph.close()
+        seen.append([array.view(torch.uint8).cpu().numpy() for pool in pools for array in (pool.rec, pool.conv)])
+        seen[-1] += [out.view(torch.uint8).cpu().numpy() for of_pool in outs for out in of_pool]
     for plain, other in zip(*seen, strict=True):
         assert np.array_equal(plain, other)

@@ -443,7 +443,7 @@ __device__ __forceinline__ bool is_taken(const void* rows, int64 id_bytes, int64
 template <int DIM>
 __device__ __forceinline__ void fold(
     void* memory, const States& states, int64 layer_stride, const Log& log, int64 log_rows, const void* rows, int64 id_bytes, int64 row_count,
-    bool normalize, int64* signal)
+    bool normalize, bool settled, int64* signal)
 {
     const Place<DIM, FOLD_WARPS, FOLD_ROWS, LANES> place(blockIdx.x, static_cast<unsigned>(log.heads));
     auto& shared = *static_cast<Tokens<DIM, FOLD_WARPS, FOLD_TILE, false>*>(memory);
@@ -470,7 +470,8 @@ __device__ __forceinline__ void fold(
         return;
     }
     replay<DIM>(state, shared, part, log, place, logged, static_cast<int>(commit.m), normalize, states.are_bfloat16);
-    release_successor();
+    if (!settled)
+        release_successor();
     states.store<DIM, LANES>(state, at + commit.to * states.slot_stride);
 }
 
@@ -539,15 +540,23 @@ extern "C" __global__ void __launch_bounds__(32 * FOLD_WARPS, FOLD_BLOCKS) gpuki
     int64 channels,
     int64* signal)
 {
-    wait_for_predecessor();
-    if (blockIdx.x >= state_blocks)
-        return fold_history(blockIdx.x - static_cast<unsigned>(state_blocks), histories, history_layer_stride, history_slot_stride, slots,
-                            log_conv, log_rows, width, channels, rows, id_bytes, row_count, state_blocks ? nullptr : signal);
-    const Log log{log_k, log_v, log_gates, width, key_heads, heads};
-    __shared__ Tokens<128, FOLD_WARPS, FOLD_TILE, false> memory;
-    const States states{pool, slot_stride, slots, (flags & BFLOAT16_STATES) != 0, 0, upper_half(flags)};
-    if (dim == 128)
-        fold<128>(&memory, states, layer_stride, log, log_rows, rows, id_bytes, row_count, flags & NORMALIZE, signal);
+    // What is settled needs no kernel in front, but whoever waits for this one waits for that one too.
+    if (flags & SETTLED)
+        release_successor();
     else
-        fold<64>(&memory, states, layer_stride, log, log_rows, rows, id_bytes, row_count, flags & NORMALIZE, signal);
+        wait_for_predecessor();
+    if (blockIdx.x < state_blocks) {
+        const Log log{log_k, log_v, log_gates, width, key_heads, heads};
+        __shared__ Tokens<128, FOLD_WARPS, FOLD_TILE, false> memory;
+        const States states{pool, slot_stride, slots, (flags & BFLOAT16_STATES) != 0, 0, upper_half(flags)};
+        if (dim == 128)
+            fold<128>(&memory, states, layer_stride, log, log_rows, rows, id_bytes, row_count, flags & NORMALIZE, flags & SETTLED, signal);
+        else
+            fold<64>(&memory, states, layer_stride, log, log_rows, rows, id_bytes, row_count, flags & NORMALIZE, flags & SETTLED, signal);
+    } else {
+        fold_history(blockIdx.x - static_cast<unsigned>(state_blocks), histories, history_layer_stride, history_slot_stride, slots, log_conv,
+                     log_rows, width, channels, rows, id_bytes, row_count, state_blocks ? nullptr : signal);
+    }
+    if (flags & SETTLED)
+        wait_for_predecessor();
 }
