@@ -41,6 +41,7 @@ _MOST_PARAMETERS = 40
 _HANDLES_OF_DEFAULT_STREAMS = (0, 1, 2)
 # Shared memory that every kernel may have at its launch.
 _PLAIN_SHARED_BYTES = 48 * 1024
+_CLUSTERS_FROM = (9, 0)
 
 _kernels: list[Kernel] = []
 _load_lock = threading.RLock()
@@ -96,6 +97,8 @@ class Kernel:
         Whether its device code begins with ``wait_for_predecessor``, so that it may be launched before the kernel in front has ended.
     shared_bytes : int
         Shared memory of a block that is sized at the launch (``extern __shared__``); more than 48 KiB is asked for when it is loaded.
+    cluster : tuple of int, optional
+        Blocks of the clusters that its device code is compiled for, and threads of a block. `has_room` says where it can be launched.
     """
 
     def __init__(
@@ -107,6 +110,7 @@ class Kernel:
         doubles: tuple[int, ...] = (),
         early: bool = False,
         shared_bytes: int = 0,
+        cluster: tuple[int, int] | None = None,
     ):
         self.subject = subject
         self.name = name
@@ -116,6 +120,8 @@ class Kernel:
         self.doubles = doubles
         self.early = early
         self.shared_bytes = shared_bytes
+        self.cluster = cluster
+        self.rooms: dict[int, bool] = {}
         self.pack_into: Callable[..., None] | None = None
         _kernels.append(self)
 
@@ -142,6 +148,31 @@ class Kernel:
                 count_loaded()
                 self.handles[(variant, device)] = handle
         return handle
+
+    def has_room(self, device: int, stream: int) -> bool:
+        """Whether a device can run one of its clusters: it has clusters, and as many multiprocessors side by side.
+
+        Raises
+        ------
+        ColdKernelError
+            The kernel is not loaded yet and `stream` is capturing.
+        """
+        room = self.rooms.get(device)
+        if room is None:
+            room = self.cluster is not None and devices.properties(device).compute_capability >= _CLUSTERS_FROM and self._fits(device, stream)
+            self.rooms[device] = room
+        return room
+
+    def _fits(self, device: int, stream: int) -> bool:
+        handle, bindings = self.load((), device, stream), devices.driver()
+        blocks, threads = self.cluster or (1, 1)
+        config = bindings.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes = self.shared_bytes
+        with devices.current(device):
+            status, clusters = bindings.cuOccupancyMaxActiveClusters(bindings.CUfunction(handle), config)
+        return bool(status == 0 and clusters > 0)
 
     def launch(
         self, variant: tuple[str, ...], device: int, stream: int, blocks: int, threads: int, arguments: tuple[Any, ...], result: Any = None
@@ -184,6 +215,9 @@ class Kernel:
         if self.shared_bytes > _PLAIN_SHARED_BYTES:
             attribute = bindings.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             devices.call(bindings.cuKernelSetAttribute(attribute, self.shared_bytes, kernel, device), "cuKernelSetAttribute")
+        if self.cluster and devices.properties(device).compute_capability >= _CLUSTERS_FROM:
+            # More than 8 blocks; a device that refuses has no room.
+            bindings.cuKernelSetAttribute(bindings.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1, kernel, device)
         with devices.current(device):
             # Loading into the context now keeps lazy loading out of a later capture; another thread may be capturing meanwhile.
             mode = devices.call(bindings.cuThreadExchangeStreamCaptureMode(relaxed), "cuThreadExchangeStreamCaptureMode")

@@ -33,7 +33,8 @@ class FakeDriver:
     CUresult = Result
     CUstreamCaptureStatus = CaptureStatus
     CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2)
-    CUfunction_attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8)
+    CUfunction_attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8, CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED=14)
+    CUlaunchConfig = SimpleNamespace
 
     def __init__(self, devices: int = 1):
         self.device_count = devices
@@ -42,6 +43,9 @@ class FakeDriver:
         self.launches: list[dict[str, Any]] = []
         self.loaded: list[bytes] = []
         self.attributes: list[tuple[int, int]] = []
+        # Clusters that there is room for, and the questions for it: blocks and their threads.
+        self.clusters = 7
+        self.asked: list[tuple[int, int]] = []
         self._contexts = threading.local()
         # How the thread meets captures: 2 is relaxed.
         self.capture_mode = 0
@@ -131,6 +135,10 @@ class FakeDriver:
     def cuKernelSetAttribute(self, attribute: int, value: int, kernel: int, device: int) -> Any:
         self.attributes.append((attribute, value))
         return self._answer("cuKernelSetAttribute")
+
+    def cuOccupancyMaxActiveClusters(self, function: int, config: Any) -> Any:
+        self.asked.append((config.gridDimX, config.blockDimX))
+        return self._answer("cuOccupancyMaxActiveClusters", self.clusters)
 
     def cuKernelGetFunction(self, kernel: int) -> Any:
         return self._answer("cuKernelGetFunction", kernel)
