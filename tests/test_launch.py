@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import struct
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -54,6 +56,27 @@ def test_a_cold_kernel_in_a_capture_is_refused_before_any_driver_call(driver: Fa
     run()
     driver.capturing.add(77)
     assert run() == "result"
+
+
+@pytest.mark.parametrize(
+    ("capability", "clusters", "refused", "room"),
+    [((9, 0), 7, None, True), ((9, 0), 0, None, False), ((12, 0), 7, "cuOccupancyMaxActiveClusters", False), ((8, 0), 7, None, False)],
+)
+def test_clusters_are_launched_where_a_device_has_room_for_one(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], clusters: int, refused: str | None, room: bool
+) -> None:
+    kernel = next(kernel for kernel in launch.kernels() if kernel.name == "route_few")
+    monkeypatch.setattr(launch.devices, "properties", functools.cache(lambda device: SimpleNamespace(compute_capability=capability)))
+    monkeypatch.setattr(kernel, "rooms", {})
+    driver.clusters, driver.refuse = clusters, {refused: Result.CUDA_ERROR_LAUNCH_FAILED} if refused else {}
+    if capability >= (9, 0):
+        driver.capturing.add(77)
+        with pytest.raises(errors.ColdKernelError, match="moe.route_few"):
+            kernel.has_room(0, 77)
+        driver.capturing.clear()
+    assert [kernel.has_room(0, 77) for _ in range(2)] == [room, room] and not KERNEL.has_room(0, 77)
+    # Asked once a device, and not where there are no clusters.
+    assert driver.asked == [kernel.cluster] * (capability >= (9, 0)) and driver.attributes == [(14, 1)] * (capability >= (9, 0))
 
 
 def test_several_launches_are_all_or_none_and_prepared_together(driver: FakeDriver) -> None:

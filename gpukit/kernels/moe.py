@@ -52,6 +52,11 @@ _TILE = 16
 _SCORE_PARTS = 4
 _SCORE_WARPS = 8
 _SELECT_WARPS = 16
+# Most tokens and steps of 32 elements in a row of the router that one cluster routes, its blocks and their warps.
+_FEW = 16
+_FEW_STEPS = 64
+_ROUTE_BLOCKS = 16
+_ROUTE_WARPS = 16
 _GATE_WARPS = 4
 _DOWN_WARPS = 16
 # sizeof(Groups)
@@ -60,6 +65,8 @@ _GROUPS_BYTES = 32 + 384 * 32
 _GATE_BLOCKS = 3
 # Most tokens for which the shared expert is fetched while experts are chosen: later it is a small part of all.
 _FETCHED_TO = 16
+
+_ROUTE_FEW = Kernel("moe", "route_few", language="cuda", early=True, cluster=(_ROUTE_BLOCKS, 32 * _ROUTE_WARPS))
 
 # Of cuda/moe_prefill.cu: threads of its kernels, rows of a block of a grouped product.
 _SCAN_THREADS = 512
@@ -126,8 +133,10 @@ def route(
 
     Notes
     -----
-    Two launches, no host synchronisation, safe inside a capture when outputs and workspace are given. Scores are float32 sums in an order that
-    follows from H alone.
+    Up to 16 tokens of an H up to 2,048 take one launch on devices that have room for a cluster of 16 blocks, none before compute capability 9.0;
+    others take two. No host synchronisation, safe inside a capture when outputs and workspace are given. Scores are float32 sums in an order that
+    follows from H alone, so that a token's choice has the same bits whatever is beside it. Where launches overlap (`gpukit.launch.overlapping`) the
+    router is read before launches in front have ended: none of those may write it.
 
     Examples
     --------
@@ -160,7 +169,9 @@ def route(
         return nothing((ids, alpha, shared_scale))  # type: ignore[no-any-return]
     if workspace is None:
         workspace, parts_at = allocate("workspace", route_workspace(tokens, shape[0]), "uint8", x, handle)
-    launches = _routing(tokens_of_x, 0, tokens, router_at, experts, shared, parts_at, (ids_at, alpha_at, TOP, shared_at, 1), 0, 0, counters)
+    launches = _routing(
+        tokens_of_x, 0, tokens, router_at, experts, shared, parts_at, (ids_at, alpha_at, TOP, shared_at, 1), 0, 0, counters, device, handle
+    )
     return launch_all(launches, device, handle, (ids, alpha, shared_scale), workspace)  # type: ignore[no-any-return]
 
 
@@ -373,8 +384,9 @@ def sparse_moe(
     Notes
     -----
     No host synchronisation, safe inside a capture when `workspace` is given. "decode" takes four launches for every 64 tokens: scores; selection
-    and grouping; `gate_up`; `down_add`. All of them may overlap (`gpukit.launch.overlapping`): weights are on their way before the launch in front
-    has ended. A token's result has the same bits whatever is beside it, within a schedule.
+    and grouping; `gate_up`; `down_add`; the first two are one where they are in `route`. All of them may overlap (`gpukit.launch.overlapping`):
+    weights are on their way before launches in front have ended, none of which may write them. A token's result has the same bits whatever is
+    beside it, within a schedule.
 
     "prefill" groups all tokens by expert (select and count, scan, gather), runs two grouped products on tensor cores, and adds each token's rows:
     seven launches, see `prefill_reduce`. As in "decode", activations go to the tensor cores as two bfloat16 numbers that keep 16 bits of them: one
@@ -415,7 +427,7 @@ def sparse_moe(
     if workspace is None:
         workspace, workspace_at = allocate("workspace", needed, "uint8", x, handle)
     plan = _decode if schedule == "decode" else _prefill
-    launches = plan(tokens_of_x, residual, geometry, workspace_at, counters, device)
+    launches = plan(tokens_of_x, residual, geometry, workspace_at, counters, device, handle)
     return launch_all(launches, device, handle, dest, workspace)
 
 
@@ -614,11 +626,17 @@ def _routing(
     groups_at: int,
     owners_at: int,
     counters: int,
+    device: int,
+    stream: int,
 ) -> list[Launch]:
-    """Scores and selection; `outputs` are ids, alpha, its stride, shared scale, its stride."""
+    """Scores and selection, in one launch for few tokens; `outputs` are ids, alpha, its stride, shared scale, its stride."""
+    x_at, steps = x[0] + 2 * first * _row(x), x[1][1] // 32
+    if tokens <= _FEW and steps <= _FEW_STEPS and not owners_at and _ROUTE_FEW.has_room(device, stream):
+        routed = (x_at, _row(x) // 8, router_at, steps, experts, int(has_shared), tokens, *outputs, groups_at, counters)
+        return [(_ROUTE_FEW, _ROUTE_BLOCKS, 32 * _ROUTE_WARPS, routed)]
     rows = experts + has_shared
     tiles, padded = blocks_for(rows, _TILE), _padded(rows)
-    scored = (x[0] + 2 * first * _row(x), _row(x) // 8, router_at, x[1][1] // 32, rows, tokens, parts_at, padded, tiles)
+    scored = (x_at, _row(x) // 8, router_at, steps, rows, tokens, parts_at, padded, tiles)
     ids_at, alpha_at, alpha_row, shared_at, shared_row = outputs
     selected = (
         parts_at, padded, experts, int(has_shared), tokens, ids_at, alpha_at, alpha_row, shared_at, shared_row, groups_at, owners_at, counters,
@@ -656,15 +674,17 @@ def _down(
     return _DOWN[geometry.down_format], geometry.hidden // _TILE, 32 * _DOWN_WARPS, arguments
 
 
-def _decode(x: Tensor, dest: Tensor, geometry: Geometry, workspace_at: int, counters: int, device: int) -> list[Launch]:
-    """Four launches for every batch, one behind the other in the same workspace."""
+def _decode(x: Tensor, dest: Tensor, geometry: Geometry, workspace_at: int, counters: int, device: int, stream: int) -> list[Launch]:
+    """Routing and two launches for every batch, one behind the other in the same workspace."""
     tokens = x[1][0]
     groups_at, parts_at, ids_at, alpha_at, shared_at, act_at = (workspace_at + offset for offset in _layout(tokens, geometry, "decode")[:-1])
     outputs = (ids_at, alpha_at, TOP, shared_at if geometry.has_shared else 0, 1)
     launches: list[Launch] = []
     for first in range(0, tokens, _BATCH):
         some = min(_BATCH, tokens - first)
-        launches += _routing(x, first, some, geometry.router, geometry.experts, geometry.has_shared, parts_at, outputs, groups_at, 0, counters)
+        launches += _routing(
+            x, first, some, geometry.router, geometry.experts, geometry.has_shared, parts_at, outputs, groups_at, 0, counters, device, stream
+        )
         launches.append(_gate_up(x, first, some, geometry, groups_at, act_at, device))
         launches.append(_down(dest, first, some, geometry, groups_at, act_at, alpha_at, outputs[3], are_groups_ready=True))
     return launches
@@ -682,14 +702,14 @@ def _most_runs(tokens: int, geometry: Geometry) -> int:
     return min(TOP * tokens, geometry.experts + TOP * tokens // length) + geometry.has_shared * blocks_for(tokens, length)
 
 
-def _prefill(x: Tensor, dest: Tensor, geometry: Geometry, workspace_at: int, counters: int, device: int) -> list[Launch]:
+def _prefill(x: Tensor, dest: Tensor, geometry: Geometry, workspace_at: int, counters: int, device: int, stream: int) -> list[Launch]:
     """Scores, selection and count, scan, gather, two grouped products, and the sum of each token's rows."""
     tokens, paths, experts = x[1][0], geometry.paths, geometry.experts
     parts_at, ids_at, alpha_at, owners_at, before_at, firsts_at, runs_at, packed_at, token_of_at, act_at, grouped_at = (
         workspace_at + offset for offset in _layout(tokens, geometry, "prefill")[:-1]
     )
     outputs = (ids_at, alpha_at, paths, alpha_at + 4 * TOP if geometry.has_shared else 0, paths)
-    launches = _routing(x, 0, tokens, geometry.router, experts, geometry.has_shared, parts_at, outputs, 0, owners_at, counters)
+    launches = _routing(x, 0, tokens, geometry.router, experts, geometry.has_shared, parts_at, outputs, 0, owners_at, counters, device, stream)
     batches, length, most = blocks_for(tokens, _BATCH), _run_tokens(tokens, geometry), _most_runs(tokens, geometry)
     scanned = (owners_at, batches, experts, tokens, int(geometry.has_shared), length, before_at, firsts_at, runs_at)
     launches.append((_SCAN, 1, _SCAN_THREADS, scanned))

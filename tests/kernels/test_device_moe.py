@@ -142,9 +142,10 @@ def test_numpy_arrays_run_the_reference() -> None:
 def test_the_constants_of_the_plan_are_those_of_the_kernels() -> None:
     text = "".join(source_path(name).read_text() for name in ("moe", "moe_prefill")) + source_path("moe").with_suffix(".cuh").read_text()
     constants = {name: int(value) for name, value in re.findall(r"constexpr int (\w+) = (\d+);", text)}
-    warps = ("SCORE_WARPS", "SELECT_WARPS", "GATE_WARPS", "DOWN_WARPS")
-    for name in ("BATCH", "COLUMNS", "TILE", "SCORE_PARTS", "SCAN_THREADS", "REDUCE_THREADS", *warps):
+    warps = ("SCORE_WARPS", "SELECT_WARPS", "ROUTE_WARPS", "GATE_WARPS", "DOWN_WARPS")
+    for name in ("BATCH", "COLUMNS", "TILE", "SCORE_PARTS", "FEW", "ROUTE_BLOCKS", "SCAN_THREADS", "REDUCE_THREADS", *warps):
         assert constants[name] == getattr(ops, f"_{name}"), name
+    assert ops._FEW_STEPS == constants["SCORE_PARTS"] * constants["SCORE_WARPS"] * constants["SLICE_STEPS"]
     assert ops._GROUPS_BYTES == 32 + 32 * (constants["MOST_EXPERTS"] + 2 * constants["BATCH"])
     assert ops._GATHER_THREADS == constants["BATCH"] * constants["TOP"] and ops._GEMM_THREADS == 32 * constants["GEMM_WARPS"]
     assert ops._BLOCK_ROWS == 16 * constants["ROW_TILES"] * constants["GEMM_WARPS"]
@@ -225,8 +226,25 @@ def test_ties_zeros_infinities_and_nan(card: Any) -> None:
         assert (card.host(there[0]) == here[0]).all(), token
         np.testing.assert_allclose(card.host(there[1]), here[1], rtol=1e-5)
     assert signals[1].counts() == signals[0].counts() == {"out_of_range": 1}
-    whole = route(card.array(bits(x)), card.array(bits(router)))
-    assert (card.host(whole[0]) == route(bits(x), bits(router))[0]).all()
+    for copies in (1, 3):
+        many = np.tile(bits(x), (copies, 1))
+        whole = route(card.array(many), card.array(bits(router)))
+        assert (card.host(whole[0]) == route(many, bits(router))[0]).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("experts", "hidden", "has_shared"), [(256, 2048, True), (256, 1920, False), (131, 1152, True), (20, 4096, True), (8, 128, False)]
+)
+def test_a_token_is_routed_to_the_same_bits_in_any_batch(card: Any, experts: int, hidden: int, has_shared: bool) -> None:
+    """Few tokens are routed in one launch, many in two."""
+    rng = np.random.default_rng(hidden)
+    x, router = card.array(random_bits(rng, 70, hidden)), card.array(random_bits(rng, experts + has_shared, hidden, scale=hidden**-0.5))
+    together = [None if part is None else card.host(part) for part in route(x, router, shared=has_shared)]
+    for tokens in (1, 2, 7, 8, 9, 15, 16, 17, 64):
+        for first in (0, 5):
+            for part, whole in zip(route(x[first : first + tokens], router, shared=has_shared), together, strict=True):
+                assert part is None or np.array_equal(card.host(part), whole[first : first + tokens]), (tokens, first)
 
 
 TOKENS = [1, 2, 3, 7, 8, 9, 16, 17, 63, 64, 65, 128, 130]
@@ -328,7 +346,7 @@ def test_a_token_has_the_same_bits_in_any_batch(card: Any, mix: tuple[str, str, 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 5, 64])
+@pytest.mark.parametrize("tokens", [1, 5, 16, 64])
 def test_tokens_that_share_all_some_and_no_experts(card: Any, tokens: int) -> None:
     weights = random_weights(np, 7, 256, 128, 128, MIXES[0])
     there = map_weights(weights, card.array)
@@ -346,6 +364,24 @@ def test_tokens_that_share_all_some_and_no_experts(card: Any, tokens: int) -> No
         expected, margins = oracle(np, x, weights, dest)
         for schedule in ("decode", "prefill"):
             check_block(np, run(card, there, x, dest, schedule), expected, np.maximum(margins, share == "all"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 4, 9, 16, 17])
+def test_the_first_and_the_last_expert_are_experts_like_others(card: Any, tokens: int) -> None:
+    rng = np.random.default_rng(tokens)
+    weights = random_weights(np, 7, 256, 128, 128, MIXES[0])
+    weights.router[:, 0] = 0
+    weights.router[[0, 255], 0] = bits(8)
+    there = map_weights(weights, card.array)
+    for some in ([tokens - 1], list(range(tokens))):
+        x, dest = random_bits(rng, tokens, 128), random_bits(rng, tokens, 128)
+        x[:, 0] = 0
+        x[some, 0] = bits(8)
+        expected, margins = oracle(np, x, weights, dest)
+        chosen = route(x[some], weights.router)[0]
+        assert (chosen == 0).any(1).all() and (chosen == 255).any(1).all()
+        check_block(np, run(card, there, x, dest, "decode"), expected, np.maximum(margins, 1e-3))
 
 
 @pytest.mark.gpu
@@ -390,16 +426,19 @@ def test_tokens_with_ids_of_none_are_left_and_counted_unless_padding(card: Any) 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("schedule", ["decode", "prefill"])
-def test_tokens_with_nan_scores_are_left_and_counted(card: Any, schedule: str) -> None:
+@pytest.mark.parametrize("bad", [[0], [0, 8, 15], [0, 30, 66]], ids=str)
+def test_tokens_with_nan_scores_are_left_and_counted(card: Any, bad: list[int], schedule: str) -> None:
+    tokens = bad[-1] + 1
     rng = np.random.default_rng(9)
-    x, dest = random_bits(rng, 67, H), random_bits(rng, 67, H)
-    x[[0, 30, 66], 17] = 0x7FC0
+    x, dest = random_bits(rng, tokens, H), random_bits(rng, tokens, H)
+    x[bad, 17] = 0x7FC0
     signal = Signal(like=card.array(x))
     found = run(card, map_weights(SMALL, card.array), x, dest, schedule, signal)
     left = (found == dest).all(1)
-    assert np.flatnonzero(left).tolist() == [0, 30, 66] and signal.counts() == {"out_of_range": 3}
+    assert np.flatnonzero(left).tolist() == bad and signal.counts() == {"out_of_range": len(bad)}
     x[:] = 0x7FC0
-    assert (run(card, map_weights(SMALL, card.array), x, dest, schedule, signal) == dest).all() and signal.counts() == {"out_of_range": 70}
+    assert (run(card, map_weights(SMALL, card.array), x, dest, schedule, signal) == dest).all()
+    assert signal.counts() == {"out_of_range": len(bad) + tokens}
 
 
 @pytest.mark.gpu

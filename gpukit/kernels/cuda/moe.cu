@@ -1,14 +1,17 @@
 // Device code of the decode schedule of a sparse mixture of experts: what it promises stands in `kernels/moe.py`. Four launches: scores of all
-// experts; selection, and the batch grouped by expert; gate and up projections; down projections and their weighted sum. Each expert's weights
-// stream from memory to registers once, whatever the number of its tokens; the next unit's are on their way while this one's sums are put together.
-// All sums are taken in an order that follows from the geometry alone, so that a token's result never depends on the batch.
+// experts; selection, and the batch grouped by expert (few tokens: both in one); gate and up projections; down projections and their weighted sum.
+// Each expert's weights stream from memory to registers once, whatever the number of its tokens; the next unit's are on their way while this one's
+// sums are put together. All sums are taken in an order that follows from the geometry alone, so that a token's result never depends on the batch.
 
+#include "cluster.cuh"
 #include "moe.cuh"
 
 constexpr int SCORE_WARPS = 8;
 // Parts of a router row that go to different blocks, and the row's steps of 32 elements that a warp keeps in registers.
 constexpr int SCORE_PARTS = 4;
 constexpr int SCORE_STAGES = 4;
+// The least steps of a slice of a row, which a warp sums up.
+constexpr int SLICE_STEPS = 2;
 constexpr int SELECT_WARPS = 16;
 constexpr int GATE_WARPS = 4;
 constexpr int GATE_BLOCKS = 3;
@@ -18,6 +21,12 @@ constexpr int TILE = 16;
 constexpr int OCTS_AHEAD = 2;
 // Lines that a lane asks for at once: all of a unit of the usual sizes.
 constexpr int TOUCHED = 4;
+
+// A part of a score from its pairs of slices: the order that all kernels keep to.
+__device__ __forceinline__ float sum_of_pairs(const float (&pairs)[SCORE_WARPS / 2])
+{
+    return (pairs[0] + pairs[1]) + (pairs[2] + pairs[3]);
+}
 
 // Scores: parts[part][token][expert], in rows of `row` floats.
 extern "C" __global__ void __launch_bounds__(SCORE_WARPS * 32) gpukit_scores(
@@ -38,7 +47,8 @@ extern "C" __global__ void __launch_bounds__(SCORE_WARPS * 32) gpukit_scores(
     const int64 first_token = static_cast<int64>(rest / SCORE_PARTS) * BATCH;
     const int slices = SCORE_PARTS * SCORE_WARPS, slice = part * SCORE_WARPS + warp;
     const int length = static_cast<int>(steps), last = static_cast<int>(rows) - 1;
-    const int begin = length * slice / slices, end = length * (slice + 1) / slices;
+    const int slice_steps = max(SLICE_STEPS, (length + slices - 1) / slices);
+    const int begin = min(slice * slice_steps, length), end = min(begin + slice_steps, length);
     const int upper = min(tile * TILE + line, last) * length, lower = min(tile * TILE + line + 8, last) * length;
     const Bank bank = {router, nullptr, nullptr};
     const CachePolicy policy = policy_keep_normally();
@@ -52,7 +62,8 @@ extern "C" __global__ void __launch_bounds__(SCORE_WARPS * 32) gpukit_scores(
     wait_for_predecessor();
     release_successor();
     // Tokens are taken eight at a time: those to come are asked for now.
-    const int part_begin = length * part / SCORE_PARTS, part_bytes = (length * (part + 1) / SCORE_PARTS - part_begin) * Bf16::STEP * 2;
+    const int part_steps = SCORE_WARPS * slice_steps, part_begin = min(part * part_steps, length);
+    const int part_bytes = min(part_steps, length - part_begin) * Bf16::STEP * 2;
     const int lines = (part_bytes + 127) / 128, here = static_cast<int>(min(tokens - first_token, static_cast<int64>(BATCH)));
     for (int i = COLUMNS * lines + threadIdx.x; i < here * lines; i += SCORE_WARPS * 32)
         prefetch_line(reinterpret_cast<const char*>(x + (first_token + i / lines) * x_row + 4 * part_begin) + i % lines * 128);
@@ -90,10 +101,11 @@ extern "C" __global__ void __launch_bounds__(SCORE_WARPS * 32) gpukit_scores(
         __syncthreads();
         if (threadIdx.x < TILE * COLUMNS) {
             const int its_row = threadIdx.x % TILE, column = threadIdx.x / TILE;
-            float sum = partial[0][its_row][column];
+            float sums_of_pairs[SCORE_WARPS / 2];
 #pragma unroll
-            for (int other = 1; other < SCORE_WARPS; other++)
-                sum += partial[other][its_row][column];
+            for (int pair = 0; pair < SCORE_WARPS / 2; pair++)
+                sums_of_pairs[pair] = partial[2 * pair][its_row][column] + partial[2 * pair + 1][its_row][column];
+            const float sum = sum_of_pairs(sums_of_pairs);
             const int64 token = first + column;
             // What fills a row up is written too: it is read, though not looked at.
             if (token < tokens && tile * TILE + its_row < row)
@@ -125,24 +137,33 @@ __device__ __forceinline__ float score_of(const float* parts, int64 apart, int64
     return sum;
 }
 
-// A warp chooses the experts of a token: lane r < TOP leaves with the one of rank r and its score. False where a score is NaN.
-__device__ __forceinline__ bool choose(const float* parts, int64 apart, int experts, bool has_shared, int& id, float& score, float& shared)
+// A lane's experts, one behind the other.
+constexpr int EACH = MOST_EXPERTS / 32;
+
+// A token's scores of a lane's experts.
+__device__ __forceinline__ void load_scores(const float* parts, int64 apart, int experts, float (&own)[EACH])
 {
-    constexpr int EACH = MOST_EXPERTS / 32;
+    const int first = (threadIdx.x & 31) * EACH;
+    if (first >= experts)
+        return;
+#pragma unroll
+    for (int part = 0; part < SCORE_PARTS; part++)
+#pragma unroll
+        for (int half = 0; half < EACH / 4; half++) {
+            const float4 four = *reinterpret_cast<const float4*>(parts + part * apart + first + 4 * half);
+            own[4 * half] = part ? own[4 * half] + four.x : four.x;
+            own[4 * half + 1] = part ? own[4 * half + 1] + four.y : four.y;
+            own[4 * half + 2] = part ? own[4 * half + 2] + four.z : four.z;
+            own[4 * half + 3] = part ? own[4 * half + 3] + four.w : four.w;
+        }
+}
+
+// A warp chooses the experts of a token from its scores, and writes its row of what `route` returns: lane r < TOP leaves with the expert of rank r,
+// or -1 where a score is NaN.
+__device__ __forceinline__ int choose(
+    const float (&own)[EACH], int experts, bool has_shared, float shared, int* ids, float* alpha, float* shared_scale, int64* signal)
+{
     const int lane = threadIdx.x & 31, first = lane * EACH;
-    float own[EACH] = {};
-    if (first < experts)
-#pragma unroll
-        for (int part = 0; part < SCORE_PARTS; part++)
-#pragma unroll
-            for (int half = 0; half < EACH / 4; half++) {
-                const float4 four = *reinterpret_cast<const float4*>(parts + part * apart + first + 4 * half);
-                own[4 * half] = part ? own[4 * half] + four.x : four.x;
-                own[4 * half + 1] = part ? own[4 * half + 1] + four.y : four.y;
-                own[4 * half + 2] = part ? own[4 * half + 2] + four.z : four.z;
-                own[4 * half + 3] = part ? own[4 * half + 3] + four.w : four.w;
-            }
-    shared = has_shared ? score_of(parts, apart, experts) : 0.0f;
     unsigned keys[EACH];
     bool bad = shared != shared;
 #pragma unroll
@@ -151,31 +172,48 @@ __device__ __forceinline__ bool choose(const float* parts, int64 apart, int expe
         bad |= is_there && own[i] != own[i];
         keys[i] = is_there ? to_key(own[i]) : 0;
     }
-    if (__ballot_sync(~0u, bad))
-        return false;
+    int id = -1;
+    float weight = 0.0f, scale = 0.0f;
+    if (__any_sync(~0u, bad)) {
+        if (lane == 0)
+            count(signal, OUT_OF_RANGE);
+    } else {
+        float weights[TOP], largest = 0.0f;
 #pragma unroll
-    for (int rank = 0; rank < TOP; rank++) {
-        unsigned best = keys[0];
+        for (int rank = 0; rank < TOP; rank++) {
+            unsigned best = keys[0];
 #pragma unroll
-        for (int i = 1; i < EACH; i++)
-            best = max(best, keys[i]);
-        const unsigned top = __reduce_max_sync(~0u, best);
-        // Lanes have ascending experts: the first lane, and the first there, is the smallest.
-        const int owner = __ffs(__ballot_sync(~0u, best == top)) - 1;
-        int where = 0;
+            for (int i = 1; i < EACH; i++)
+                best = max(best, keys[i]);
+            int where = 0;
 #pragma unroll
-        for (int i = EACH - 1; i >= 0; i--)
-            where = keys[i] == top ? i : where;
-        const int chosen = __shfl_sync(~0u, first + where, owner);
+            for (int i = EACH - 1; i >= 0; i--)
+                where = keys[i] == best ? i : where;
+            const unsigned top = __reduce_max_sync(~0u, best);
+            // Lanes have ascending experts: the first lane, and the first there, is the smallest.
+            const unsigned owners = __ballot_sync(~0u, best == top);
+            const int taken = best == top && !(owners & ((1u << lane) - 1)) ? where : EACH;
 #pragma unroll
-        for (int i = 0; i < EACH; i++)
-            keys[i] = lane == owner && i == where ? 0 : keys[i];
-        if (lane == rank) {
-            id = chosen;
-            score = from_key(top);
+            for (int i = 0; i < EACH; i++)
+                keys[i] = i == taken ? 0 : keys[i];
+            // What follows is beside the way to the next rank.
+            const int chosen = __shfl_sync(~0u, first + where, __ffs(owners) - 1);
+            const float score = from_key(top);
+            largest = rank ? largest : score;
+            weights[rank] = expf(score - largest);
+            id = lane == rank ? chosen : id;
+            weight = lane == rank ? weights[rank] : weight;
         }
+        weight /= ((weights[0] + weights[1]) + (weights[2] + weights[3])) + ((weights[4] + weights[5]) + (weights[6] + weights[7]));
+        scale = 1.0f / (1.0f + expf(-shared));
     }
-    return true;
+    if (lane < TOP) {
+        ids[lane] = id;
+        alpha[lane] = weight;
+    }
+    if (lane == 0 && has_shared)
+        *shared_scale = scale;
+    return id;
 }
 
 // Selection for 64 tokens a block, or a check of given ids, and what the later launches want to know of the batch: all in one launch, because a
@@ -213,26 +251,15 @@ extern "C" __global__ void __launch_bounds__(SELECT_WARPS * 32) gpukit_select(
         int id = -1;
         bool good;
         if (parts) {
-            float score = 0.0f, shared = 0.0f;
-            good = choose(parts + (first + token) * row, tokens * row, most, has_shared != 0, id, score, shared);
-            if (!good)
-                id = -1;
-            const float largest = __shfl_sync(~0u, score, 0);
-            const float weight = expf(score - largest);
-            float sum = weight;
-#pragma unroll
-            for (int distance = 1; distance < TOP; distance *= 2)
-                sum += __shfl_xor_sync(~0u, sum, distance);
-            if (lane < TOP) {
-                ids[(first + token) * TOP + lane] = id;
-                alpha[(first + token) * alpha_row + lane] = good ? weight / sum : 0.0f;
-            }
-            if (lane == 0) {
-                if (has_shared)
-                    shared_scale[(first + token) * shared_row] = good ? 1.0f / (1.0f + expf(-shared)) : 0.0f;
-                if (!good)
-                    count(signal, OUT_OF_RANGE);
-            }
+            const float* own_parts = parts + (first + token) * row;
+            const int64 own_token = first + token;
+            float own[EACH] = {};
+            load_scores(own_parts, tokens * row, most, own);
+            const float shared = has_shared ? score_of(own_parts, tokens * row, experts) : 0.0f;
+            id = choose(
+                own, most, has_shared != 0, shared, ids + own_token * TOP, alpha + own_token * alpha_row, shared_scale + own_token * shared_row,
+                signal);
+            good = __any_sync(~0u, id >= 0);
         } else {
             if (lane < TOP)
                 id = ids[(first + token) * TOP + lane];
@@ -298,6 +325,237 @@ extern "C" __global__ void __launch_bounds__(SELECT_WARPS * 32) gpukit_select(
         const int place = __popcll(masks[expert] & ((1ull << token) - 1));
         groups->each[firsts[expert] + place / COLUMNS].routes[place % COLUMNS] = static_cast<Bytes2>(16 * token + rank);
     }
+}
+
+// Routing of few tokens by one cluster of blocks: most tokens, one a block, and warps of a block.
+constexpr int FEW = 16;
+constexpr int ROUTE_BLOCKS = 16;
+constexpr int ROUTE_WARPS = 16;
+// Warps whose threads have an expert each, the shared one among them.
+constexpr int GROUPING_WARPS = MOST_EXPERTS / 32 + 1;
+// A warp sums up a pair of slices, one behind the other: pairs of a part, and steps of a pair.
+constexpr int PAIRS = SCORE_WARPS / 2;
+constexpr int PAIR_STEPS = 2 * SLICE_STEPS;
+// Experts whose rows a block reads a part of.
+constexpr int BLOCK_EXPERTS = MOST_EXPERTS * SCORE_PARTS / ROUTE_BLOCKS;
+// Floats from one token to the next: no two lanes of a store meet in a bank.
+constexpr int PITCH = TILE + 4;
+static_assert(BLOCK_EXPERTS / TILE * PAIRS == ROUTE_WARPS, "a warp has a tile and a pair");
+static_assert(FEW <= ROUTE_BLOCKS && FEW <= 16, "a token has a block, and four bits of 64");
+
+#if __CUDA_ARCH__ >= 900
+#define CLUSTER(blocks) __cluster_dims__(blocks, 1, 1)
+
+__device__ __forceinline__ Bytes8 half_of(const Bytes16& v, int half)
+{
+    return half ? Bytes8{v.z, v.w} : Bytes8{v.x, v.y};
+}
+
+// Sums of four experts from those of their pairs.
+__device__ __forceinline__ float4 sum_of_pairs(const float4 (&pairs)[PAIRS])
+{
+    return make_float4(
+        sum_of_pairs({pairs[0].x, pairs[1].x, pairs[2].x, pairs[3].x}), sum_of_pairs({pairs[0].y, pairs[1].y, pairs[2].y, pairs[3].y}),
+        sum_of_pairs({pairs[0].z, pairs[1].z, pairs[2].z, pairs[3].z}), sum_of_pairs({pairs[0].w, pairs[1].w, pairs[2].w, pairs[3].w}));
+}
+
+// A block groups few tokens by expert, as `gpukit_select` does, from their ranks of each expert: four bits a token, 8 + rank, for the shared one 8.
+__device__ __forceinline__ void group_few(const unsigned (&ranks)[MOST_EXPERTS + 1][2], int (&totals)[ROUTE_WARPS], bool has_shared, Groups* groups)
+{
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    // Thread 0 has the shared expert, the others one expert each.
+    const int own = threadIdx.x ? threadIdx.x - 1 : MOST_EXPERTS;
+    const bool counts = threadIdx.x ? own < MOST_EXPERTS : has_shared;
+    const uint64 own_ranks = own <= MOST_EXPERTS ? ranks[own][0] | static_cast<uint64>(ranks[own][1]) << 32 : 0;
+    const uint64 present = own_ranks & 0x8888888888888888ull;
+    const int size = counts ? __popcll(present) : 0, segments = (size + COLUMNS - 1) / COLUMNS;
+    // Two segments at most: two ballots say how many there are before.
+    const unsigned some = __ballot_sync(~0u, segments > 0), more = __ballot_sync(~0u, segments > 1), below = (1u << lane) - 1;
+    if (lane == 0)
+        totals[warp] = __popc(some) + __popc(more);
+    __syncthreads();
+    int begin = __popc(some & below) + __popc(more & below);
+#pragma unroll
+    for (int other = 0; other < GROUPING_WARPS; other++)
+        begin += other < warp ? totals[other] : 0;
+#pragma unroll 1
+    for (int i = 0; i < segments; i++) {
+        Segment* segment = groups->each + begin + i;
+        *reinterpret_cast<Bytes16*>(segment) = make_uint4(threadIdx.x ? own : 0, min(size - i * COLUMNS, COLUMNS), segments > 1, 0);
+        *reinterpret_cast<Bytes16*>(segment->routes) = Bytes16{};
+    }
+    uint64 tokens_there = 0;
+    int place = 0;
+#pragma unroll 1
+    for (uint64 left = present; left; left &= left - 1, place++) {
+        const int at = __ffsll(left) - 4, token = at / 4;
+        tokens_there |= 1ull << token;
+        const int rank = threadIdx.x ? static_cast<int>(own_ranks >> at & 7) : TOP;
+        if (counts)
+            groups->each[begin + place / COLUMNS].routes[place % COLUMNS] = static_cast<Bytes2>(16 * token + rank);
+    }
+    if (threadIdx.x == 0) {
+        groups->shared_segments = segments;
+        groups->tokens = tokens_there;
+    }
+    if (threadIdx.x == ROUTE_WARPS * 32 - 1)
+        groups->segments = begin + segments;
+}
+#else
+#define CLUSTER(blocks)
+#endif
+
+// Scores and selection of few tokens by one cluster, for rows of two steps a slice. A block has a part of the columns of some of the router's rows,
+// on their way to its registers before the wait for the kernel in front. It sends its sums of a token to the block that chooses for the token; those
+// send the chosen experts to the first block, which groups the batch. Every score is summed up in the order of `gpukit_scores`.
+extern "C" __global__ void CLUSTER(ROUTE_BLOCKS) __launch_bounds__(ROUTE_WARPS * 32, 1) gpukit_route_few(
+    const Bytes16* x,       // [tokens, 8 elements each]
+    int64 x_row,
+    const char* router,     // [experts and the shared one, 32 * steps] bfloat16
+    int64 steps,
+    int64 experts,
+    int64 has_shared,
+    int64 tokens,
+    int* ids,               // [tokens, TOP]
+    float* alpha,           // rows of alpha_row
+    int64 alpha_row,
+    float* shared_scale,    // shared_row apart
+    int64 shared_row,
+    Groups* groups,         // or 0
+    int64* signal)
+{
+#if __CUDA_ARCH__ >= 900
+    __shared__ __align__(16) float partial[ROUTE_WARPS][FEW][PITCH];
+    __shared__ float partial_of_shared[PAIRS][FEW];
+    // What all blocks send: scores of the block's token.
+    __shared__ __align__(16) float parts[SCORE_PARTS][MOST_EXPERTS];
+    __shared__ float parts_of_shared[SCORE_PARTS];
+    // In the first block: the chosen experts, which the others send, and what `group_few` makes of them.
+    __shared__ int chosen[FEW][TOP];
+    __shared__ unsigned ranks[MOST_EXPERTS + 1][2];
+    __shared__ __align__(16) int totals[ROUTE_WARPS];
+    __shared__ uint64 scores_arrived, ids_arrived;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, line = lane >> 2, quad = lane & 3;
+    const int part = blockIdx.x % SCORE_PARTS, row_group = blockIdx.x / SCORE_PARTS, pair = warp % PAIRS, tile = warp / PAIRS;
+    const int length = static_cast<int>(steps), most = static_cast<int>(experts), here = static_cast<int>(tokens);
+    // Rows are multiples of a pair, so that a warp has all of its steps or none.
+    const int first_step = (part * PAIRS + pair) * PAIR_STEPS;
+    const bool has_steps = first_step < length;
+    // The shared expert's row: each of these warps has the columns of its own rows.
+    const bool has_row_of_shared = has_shared && row_group == 0 && tile == pair;
+    const int row = row_group * BLOCK_EXPERTS + tile * TILE + line;
+    const int own_columns = 4 * (has_steps ? first_step : 0) + quad;
+    const Bytes16* own_rows = reinterpret_cast<const Bytes16*>(router) + own_columns;
+    const Bytes16 *upper = own_rows + 4ll * length * min(row, most - 1), *lower = own_rows + 4ll * length * min(row + 8, most - 1);
+    const Bytes16* row_of_shared = own_rows + 4ll * length * most;
+    const Bytes16* own_x[FEW / COLUMNS];
+#pragma unroll
+    for (int group = 0; group < FEW / COLUMNS; group++)
+        // Columns without a token are not looked at.
+        own_x[group] = x + min(group * COLUMNS + line, here - 1) * x_row + own_columns;
+    const CachePolicy policy = policy_keep_normally();
+    if (threadIdx.x == 0) {
+        expect_bytes(&scores_arrived, sizeof parts + (has_shared ? sizeof parts_of_shared : 0));
+        expect_bytes(&ids_arrived, (here - 1) * sizeof chosen[0]);
+    }
+    arrive_at_cluster();
+    Bytes16 held[PAIR_STEPS][2], held_of_shared[PAIR_STEPS];
+#pragma unroll
+    for (int step = 0; step < PAIR_STEPS; step++) {
+        held[step][0] = load_weights(upper + 4 * step, policy);
+        held[step][1] = load_weights(lower + 4 * step, policy);
+        held_of_shared[step] = Bytes16{};
+        if (has_row_of_shared)
+            held_of_shared[step] = load_weights(row_of_shared + 4 * step, policy);
+    }
+    if (blockIdx.x == 0)
+        for (int i = threadIdx.x; i <= MOST_EXPERTS; i += ROUTE_WARPS * 32)
+            ranks[i][0] = ranks[i][1] = 0;
+    wait_for_predecessor();
+    release_successor();
+    Bytes16 taken[FEW / COLUMNS][PAIR_STEPS];
+#pragma unroll
+    for (int group = 0; group < FEW / COLUMNS; group++)
+#pragma unroll
+        for (int step = 0; step < PAIR_STEPS; step++)
+            taken[group][step] = group == 0 || group * COLUMNS < here ? own_x[group][4 * step] : Bytes16{};
+#pragma unroll
+    for (int group = 0; group < FEW / COLUMNS; group++)
+        if (group == 0 || group * COLUMNS < here) {
+            float sums[2][4] = {}, sums_of_shared[2][4] = {};
+#pragma unroll
+            for (int stage = 0; stage < SLICE_STEPS; stage++)
+#pragma unroll
+                for (int half = 0; half < 2; half++)
+#pragma unroll
+                    for (int slice = 0; slice < 2; slice++) {
+                        const int step = slice * SLICE_STEPS + stage;
+                        const Bytes8 one = half_of(held[step][0], half), other = half_of(held[step][1], half);
+                        const Bytes8 of_shared = half_of(held_of_shared[step], half), of_x = half_of(taken[group][step], half);
+                        multiply_tiles(sums[slice], {one.x, other.x, one.y, other.y}, of_x.x, of_x.y);
+                        if (has_row_of_shared)
+                            multiply_tiles(sums_of_shared[slice], {of_shared.x, of_shared.x, of_shared.y, of_shared.y}, of_x.x, of_x.y);
+                    }
+            const int column = group * COLUMNS + 2 * quad;
+            float* own = &partial[warp][column][line];
+            own[0] = has_steps ? sums[0][0] + sums[1][0] : 0.0f;
+            own[PITCH] = has_steps ? sums[0][1] + sums[1][1] : 0.0f;
+            own[8] = has_steps ? sums[0][2] + sums[1][2] : 0.0f;
+            own[PITCH + 8] = has_steps ? sums[0][3] + sums[1][3] : 0.0f;
+            if (has_row_of_shared && line == 0) {
+                partial_of_shared[pair][column] = has_steps ? sums_of_shared[0][0] + sums_of_shared[1][0] : 0.0f;
+                partial_of_shared[pair][column + 1] = has_steps ? sums_of_shared[0][1] + sums_of_shared[1][1] : 0.0f;
+            }
+        }
+    __syncthreads();
+    // Nobody sends before all blocks are there.
+    wait_for_cluster();
+    constexpr int FOURS = BLOCK_EXPERTS / 4;
+    static_assert(FEW * (FOURS + 1) <= ROUTE_WARPS * 32, "a thread sends once");
+    if (threadIdx.x < here * FOURS) {
+        const int four = threadIdx.x % FOURS, token = threadIdx.x / FOURS;
+        float4 pairs[PAIRS];
+#pragma unroll
+        for (int i = 0; i < PAIRS; i++)
+            pairs[i] = *reinterpret_cast<const float4*>(&partial[four / (TILE / 4) * PAIRS + i][token][four % (TILE / 4) * 4]);
+        send(reinterpret_cast<float4*>(&parts[part][row_group * BLOCK_EXPERTS + 4 * four]), token, sum_of_pairs(pairs), &scores_arrived);
+    } else if (has_shared && row_group == 0 && threadIdx.x >= ROUTE_WARPS * 32 - here) {
+        const int token = threadIdx.x - (ROUTE_WARPS * 32 - here);
+        const float(&pairs)[PAIRS][FEW] = partial_of_shared;
+        send(&parts_of_shared[part], token, sum_of_pairs({pairs[0][token], pairs[1][token], pairs[2][token], pairs[3][token]}), &scores_arrived);
+    }
+    if (blockIdx.x >= here || (warp && (blockIdx.x || !groups)))
+        return;
+    if (warp == 0) {
+        wait_for_bytes(&scores_arrived);
+        float own[EACH] = {};
+        load_scores(parts[0], MOST_EXPERTS, most, own);
+        const float shared = has_shared ? score_of(parts_of_shared, 1, 0) : 0.0f;
+        const int token = blockIdx.x;
+        const int id = choose(
+            own, most, has_shared != 0, shared, ids + token * TOP, alpha + token * alpha_row, shared_scale + token * shared_row, signal);
+        if (groups && lane < TOP) {
+            if (token)
+                send(&chosen[token][lane], 0, id, &ids_arrived);
+            else
+                chosen[token][lane] = id;
+        }
+    }
+    if (blockIdx.x || !groups)
+        return;
+    if (here > 1)
+        wait_for_bytes(&ids_arrived);
+    __syncthreads();
+    if (threadIdx.x < here * TOP) {
+        const int token = threadIdx.x / TOP, rank = threadIdx.x % TOP, id = chosen[token][rank];
+        if (id >= 0)
+            atomicOr(&ranks[id][token / 8], (8u + rank) << 4 * (token % 8));
+        if (id >= 0 && rank == 0)
+            atomicOr(&ranks[MOST_EXPERTS][token / 8], 8u << 4 * (token % 8));
+    }
+    __syncthreads();
+    group_few(ranks, totals, has_shared != 0, groups);
+#endif
 }
 
 // Where a unit's weights are, in steps from the beginning of the bank, for this lane's two rows, and the token of its column.
