@@ -17,11 +17,6 @@ __device__ __forceinline__ void wait_for_cluster()
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-__device__ __forceinline__ unsigned shared_address(const void* shared)
-{
-    return static_cast<unsigned>(__cvta_generic_to_shared(shared));
-}
-
 // Where another block of the cluster has what this one has at the address.
 __device__ __forceinline__ unsigned address_in_block(const void* shared, unsigned block)
 {

@@ -4,6 +4,8 @@
 
 #pragma once
 
+#include "gpukit.cuh"
+
 // sum += left * right
 __device__ __forceinline__ void multiply_tiles(float (&sum)[4], const unsigned (&left)[4], unsigned right_low, unsigned right_high)
 {
@@ -17,7 +19,7 @@ __device__ __forceinline__ void load_matrices(unsigned (&to)[4], const void* row
 {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                 : "r"(static_cast<unsigned>(__cvta_generic_to_shared(row)))
+                 : "r"(shared_address(row))
                  : "memory");
 }
 
@@ -26,7 +28,7 @@ __device__ __forceinline__ void load_transposed(unsigned (&to)[4], const void* r
 {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                 : "r"(static_cast<unsigned>(__cvta_generic_to_shared(row)))
+                 : "r"(shared_address(row))
                  : "memory");
 }
 
@@ -71,7 +73,7 @@ __device__ __forceinline__ void copy_later(void* to, const void* from, bool is_t
 {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                  :
-                 : "r"(static_cast<unsigned>(__cvta_generic_to_shared(to))), "l"(from), "r"(is_there ? 16 : 0)
+                 : "r"(shared_address(to)), "l"(from), "r"(is_there ? 16 : 0)
                  : "memory");
 }
 

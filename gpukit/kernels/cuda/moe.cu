@@ -593,7 +593,7 @@ struct Place {
 // compiler, so a word of the line is copied to where nobody looks, and where no other copy is on its way to.
 __device__ __forceinline__ void copy_word_later(unsigned* to, const char* from)
 {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(to))), "l"(from) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
 
 // The threads of all blocks bring `bytes` into the L2.
