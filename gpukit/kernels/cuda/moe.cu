@@ -137,33 +137,24 @@ __device__ __forceinline__ float score_of(const float* parts, int64 apart, int64
     return sum;
 }
 
-// A lane's experts, one behind the other.
-constexpr int EACH = MOST_EXPERTS / 32;
-
-// A token's scores of a lane's experts.
-__device__ __forceinline__ void load_scores(const float* parts, int64 apart, int experts, float (&own)[EACH])
+// A warp chooses the experts of a token: lane r < TOP leaves with the one of rank r and its score. False where a score is NaN.
+__device__ __forceinline__ bool choose(const float* parts, int64 apart, int experts, bool has_shared, int& id, float& score, float& shared)
 {
-    const int first = (threadIdx.x & 31) * EACH;
-    if (first >= experts)
-        return;
-#pragma unroll
-    for (int part = 0; part < SCORE_PARTS; part++)
-#pragma unroll
-        for (int half = 0; half < EACH / 4; half++) {
-            const float4 four = *reinterpret_cast<const float4*>(parts + part * apart + first + 4 * half);
-            own[4 * half] = part ? own[4 * half] + four.x : four.x;
-            own[4 * half + 1] = part ? own[4 * half + 1] + four.y : four.y;
-            own[4 * half + 2] = part ? own[4 * half + 2] + four.z : four.z;
-            own[4 * half + 3] = part ? own[4 * half + 3] + four.w : four.w;
-        }
-}
-
-// A warp chooses the experts of a token from its scores, and writes its row of what `route` returns: lane r < TOP leaves with the expert of rank r,
-// or -1 where a score is NaN.
-__device__ __forceinline__ int choose(
-    const float (&own)[EACH], int experts, bool has_shared, float shared, int* ids, float* alpha, float* shared_scale, int64* signal)
-{
+    constexpr int EACH = MOST_EXPERTS / 32;
     const int lane = threadIdx.x & 31, first = lane * EACH;
+    float own[EACH] = {};
+    if (first < experts)
+#pragma unroll
+        for (int part = 0; part < SCORE_PARTS; part++)
+#pragma unroll
+            for (int half = 0; half < EACH / 4; half++) {
+                const float4 four = *reinterpret_cast<const float4*>(parts + part * apart + first + 4 * half);
+                own[4 * half] = part ? own[4 * half] + four.x : four.x;
+                own[4 * half + 1] = part ? own[4 * half + 1] + four.y : four.y;
+                own[4 * half + 2] = part ? own[4 * half + 2] + four.z : four.z;
+                own[4 * half + 3] = part ? own[4 * half + 3] + four.w : four.w;
+            }
+    shared = has_shared ? score_of(parts, apart, experts) : 0.0f;
     unsigned keys[EACH];
     bool bad = shared != shared;
 #pragma unroll
@@ -172,48 +163,47 @@ __device__ __forceinline__ int choose(
         bad |= is_there && own[i] != own[i];
         keys[i] = is_there ? to_key(own[i]) : 0;
     }
-    int id = -1;
-    float weight = 0.0f, scale = 0.0f;
-    if (__any_sync(~0u, bad)) {
-        if (lane == 0)
-            count(signal, OUT_OF_RANGE);
-    } else {
-        float weights[TOP], largest = 0.0f;
+    if (__ballot_sync(~0u, bad))
+        return false;
 #pragma unroll
-        for (int rank = 0; rank < TOP; rank++) {
-            unsigned best = keys[0];
+    for (int rank = 0; rank < TOP; rank++) {
+        unsigned best = keys[0];
 #pragma unroll
-            for (int i = 1; i < EACH; i++)
-                best = max(best, keys[i]);
-            int where = 0;
+        for (int i = 1; i < EACH; i++)
+            best = max(best, keys[i]);
+        const unsigned top = __reduce_max_sync(~0u, best);
+        // Lanes have ascending experts: the first lane, and the first there, is the smallest.
+        const int owner = __ffs(__ballot_sync(~0u, best == top)) - 1;
+        int where = 0;
 #pragma unroll
-            for (int i = EACH - 1; i >= 0; i--)
-                where = keys[i] == best ? i : where;
-            const unsigned top = __reduce_max_sync(~0u, best);
-            // Lanes have ascending experts: the first lane, and the first there, is the smallest.
-            const unsigned owners = __ballot_sync(~0u, best == top);
-            const int taken = best == top && !(owners & ((1u << lane) - 1)) ? where : EACH;
+        for (int i = EACH - 1; i >= 0; i--)
+            where = keys[i] == top ? i : where;
+        const int chosen = __shfl_sync(~0u, first + where, owner);
 #pragma unroll
-            for (int i = 0; i < EACH; i++)
-                keys[i] = i == taken ? 0 : keys[i];
-            // What follows is beside the way to the next rank.
-            const int chosen = __shfl_sync(~0u, first + where, __ffs(owners) - 1);
-            const float score = from_key(top);
-            largest = rank ? largest : score;
-            weights[rank] = expf(score - largest);
-            id = lane == rank ? chosen : id;
-            weight = lane == rank ? weights[rank] : weight;
+        for (int i = 0; i < EACH; i++)
+            keys[i] = lane == owner && i == where ? 0 : keys[i];
+        if (lane == rank) {
+            id = chosen;
+            score = from_key(top);
         }
-        weight /= ((weights[0] + weights[1]) + (weights[2] + weights[3])) + ((weights[4] + weights[5]) + (weights[6] + weights[7]));
-        scale = 1.0f / (1.0f + expf(-shared));
     }
-    if (lane < TOP) {
-        ids[lane] = id;
-        alpha[lane] = weight;
-    }
-    if (lane == 0 && has_shared)
-        *shared_scale = scale;
-    return id;
+    return true;
+}
+
+// Of the scores of lanes 0 … TOP - 1, the largest first.
+__device__ __forceinline__ float softmax(float score)
+{
+    const float weight = expf(score - __shfl_sync(~0u, score, 0));
+    float sum = weight;
+#pragma unroll
+    for (int distance = 1; distance < TOP; distance *= 2)
+        sum += __shfl_xor_sync(~0u, sum, distance);
+    return weight / sum;
+}
+
+__device__ __forceinline__ float sigmoid(float value)
+{
+    return 1.0f / (1.0f + expf(-value));
 }
 
 // Selection for 64 tokens a block, or a check of given ids, and what the later launches want to know of the batch: all in one launch, because a
@@ -251,15 +241,21 @@ extern "C" __global__ void __launch_bounds__(SELECT_WARPS * 32) gpukit_select(
         int id = -1;
         bool good;
         if (parts) {
-            const float* own_parts = parts + (first + token) * row;
-            const int64 own_token = first + token;
-            float own[EACH] = {};
-            load_scores(own_parts, tokens * row, most, own);
-            const float shared = has_shared ? score_of(own_parts, tokens * row, experts) : 0.0f;
-            id = choose(
-                own, most, has_shared != 0, shared, ids + own_token * TOP, alpha + own_token * alpha_row, shared_scale + own_token * shared_row,
-                signal);
-            good = __any_sync(~0u, id >= 0);
+            float score = 0.0f, shared = 0.0f;
+            good = choose(parts + (first + token) * row, tokens * row, most, has_shared != 0, id, score, shared);
+            if (!good)
+                id = -1;
+            const float weight = softmax(score);
+            if (lane < TOP) {
+                ids[(first + token) * TOP + lane] = id;
+                alpha[(first + token) * alpha_row + lane] = good ? weight : 0.0f;
+            }
+            if (lane == 0) {
+                if (has_shared)
+                    shared_scale[(first + token) * shared_row] = good ? sigmoid(shared) : 0.0f;
+                if (!good)
+                    count(signal, OUT_OF_RANGE);
+            }
         } else {
             if (lane < TOP)
                 id = ids[(first + token) * TOP + lane];
@@ -331,8 +327,9 @@ extern "C" __global__ void __launch_bounds__(SELECT_WARPS * 32) gpukit_select(
 constexpr int FEW = 16;
 constexpr int ROUTE_BLOCKS = 16;
 constexpr int ROUTE_WARPS = 16;
-// Warps whose threads have an expert each, the shared one among them.
-constexpr int GROUPING_WARPS = MOST_EXPERTS / 32 + 1;
+// Warps that choose, with an expert a lane, and those that group the batch, with one more for the shared expert.
+constexpr int CHOOSING_WARPS = MOST_EXPERTS / 32;
+constexpr int GROUPING_WARPS = CHOOSING_WARPS + 1;
 // A warp sums up a pair of slices, one behind the other: pairs of a part, and steps of a pair.
 constexpr int PAIRS = SCORE_WARPS / 2;
 constexpr int PAIR_STEPS = 2 * SLICE_STEPS;
@@ -342,42 +339,155 @@ constexpr int BLOCK_EXPERTS = MOST_EXPERTS * SCORE_PARTS / ROUTE_BLOCKS;
 constexpr int PITCH = TILE + 4;
 static_assert(BLOCK_EXPERTS / TILE * PAIRS == ROUTE_WARPS, "a warp has a tile and a pair");
 static_assert(FEW <= ROUTE_BLOCKS && FEW <= 16, "a token has a block, and four bits of 64");
+static_assert(CHOOSING_WARPS == 2 * 4 && 4 * TOP == 32, "four lanes have two warps each, and a warp has four lanes for each of its best");
 
 #if __CUDA_ARCH__ >= 900
 #define CLUSTER(blocks) __cluster_dims__(blocks, 1, 1)
+
+// The shared memory of a block of the cluster.
+struct RouteMemory {
+    // Of each warp; of the shared expert, of those that have a pair of its row.
+    alignas(16) float sums[ROUTE_WARPS][FEW][PITCH];
+    float sums_of_shared[PAIRS][FEW];
+    // What all blocks send: scores of the block's token.
+    alignas(16) float parts[SCORE_PARTS][MOST_EXPERTS];
+    float parts_of_shared[SCORE_PARTS];
+    uint64 scores_arrived;
+    // Keys of all experts, the best of each warp, and the chosen ones.
+    alignas(16) unsigned keys[CHOOSING_WARPS][32];
+    alignas(16) unsigned best_keys[CHOOSING_WARPS][TOP];
+    int best_ids[CHOOSING_WARPS][TOP];
+    unsigned chosen_keys[TOP];
+    bool is_bad;
+    // The chosen experts of the block's token, in the first block those of all tokens, which the others send.
+    int chosen[FEW][TOP];
+    uint64 ids_arrived;
+    // In the first block, an expert's tokens: four bits each, 8 + the token's rank of it, for the shared expert 8.
+    unsigned ranks[MOST_EXPERTS + 1][2];
+    alignas(16) int totals[GROUPING_WARPS];
+};
 
 __device__ __forceinline__ Bytes8 half_of(const Bytes16& v, int half)
 {
     return half ? Bytes8{v.z, v.w} : Bytes8{v.x, v.y};
 }
 
-// Sums of four experts from those of their pairs.
-__device__ __forceinline__ float4 sum_of_pairs(const float4 (&pairs)[PAIRS])
+// Each block puts the sums of its warps together, and sends those of a token to the token's block.
+__device__ __forceinline__ void send_scores(RouteMemory& memory, int part, int first_expert, bool has_part_of_shared, int tokens)
 {
-    return make_float4(
-        sum_of_pairs({pairs[0].x, pairs[1].x, pairs[2].x, pairs[3].x}), sum_of_pairs({pairs[0].y, pairs[1].y, pairs[2].y, pairs[3].y}),
-        sum_of_pairs({pairs[0].z, pairs[1].z, pairs[2].z, pairs[3].z}), sum_of_pairs({pairs[0].w, pairs[1].w, pairs[2].w, pairs[3].w}));
+    constexpr int FOURS = BLOCK_EXPERTS / 4;
+    static_assert(FEW * (FOURS + 1) <= ROUTE_WARPS * 32, "a thread sends once");
+    const int four = threadIdx.x % FOURS, token = threadIdx.x / FOURS, late_token = ROUTE_WARPS * 32 - 1 - threadIdx.x;
+    if (token < tokens) {
+        float4 pairs[PAIRS];
+#pragma unroll
+        for (int pair = 0; pair < PAIRS; pair++)
+            pairs[pair] = *reinterpret_cast<const float4*>(&memory.sums[four / (TILE / 4) * PAIRS + pair][token][four % (TILE / 4) * 4]);
+        float4 sum;
+        sum.x = sum_of_pairs({pairs[0].x, pairs[1].x, pairs[2].x, pairs[3].x});
+        sum.y = sum_of_pairs({pairs[0].y, pairs[1].y, pairs[2].y, pairs[3].y});
+        sum.z = sum_of_pairs({pairs[0].z, pairs[1].z, pairs[2].z, pairs[3].z});
+        sum.w = sum_of_pairs({pairs[0].w, pairs[1].w, pairs[2].w, pairs[3].w});
+        send(reinterpret_cast<float4*>(&memory.parts[part][first_expert + 4 * four]), token, sum, &memory.scores_arrived);
+    } else if (has_part_of_shared && late_token < tokens) {
+        const float(&pairs)[PAIRS][FEW] = memory.sums_of_shared;
+        const float sum = sum_of_pairs({pairs[0][late_token], pairs[1][late_token], pairs[2][late_token], pairs[3][late_token]});
+        send(&memory.parts_of_shared[part], late_token, sum, &memory.scores_arrived);
+    }
 }
 
-// A block groups few tokens by expert, as `gpukit_select` does, from their ranks of each expert: four bits a token, 8 + rank, for the shared one 8.
-__device__ __forceinline__ void group_few(const unsigned (&ranks)[MOST_EXPERTS + 1][2], int (&totals)[ROUTE_WARPS], bool has_shared, Groups* groups)
+// Which keys are `least` or more, as bits: constants selected and put together take fewer instructions than counting.
+template <int COUNT>
+__device__ __forceinline__ unsigned which_from(const unsigned (&keys)[COUNT], unsigned least)
+{
+    unsigned bits = 0;
+#pragma unroll
+    for (int i = 0; i < COUNT; i += 4) {
+        const Bytes16 four = *reinterpret_cast<const Bytes16*>(keys + i);
+        bits |= four.x >= least ? 1u << i : 0;
+        bits |= four.y >= least ? 2u << i : 0;
+        bits |= four.z >= least ? 4u << i : 0;
+        bits |= four.w >= least ? 8u << i : 0;
+    }
+    return bits;
+}
+
+// The warps of a block choose the experts of its token: an expert's rank is the number of those before it, first in its warp, then, for the best of
+// each warp, in all. The shared expert's score is known to warp CHOOSING_WARPS.
+__device__ __forceinline__ void choose_together(RouteMemory& memory, int experts, float shared)
+{
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, quad = lane & 3;
+    if (warp < CHOOSING_WARPS) {
+        const float score = score_of(memory.parts[0], MOST_EXPERTS, threadIdx.x);
+        // NaN has the key of an expert that is not there: ranks are those of an order, come what may.
+        const bool is_there = threadIdx.x < experts, is_nan = score != score;
+        const unsigned key = is_there && !is_nan ? to_key(score) : 0;
+        if (is_there && is_nan)
+            memory.is_bad = true;
+        memory.keys[warp][lane] = key;
+        __syncwarp();
+        // Of equal keys the first lane's comes first. No key is the largest unsigned number.
+        const int rank = __popc(which_from(memory.keys[warp], key + 1) | (__match_any_sync(~0u, key) & ((1u << lane) - 1)));
+        if (rank < TOP) {
+            memory.best_keys[warp][rank] = key;
+            memory.best_ids[warp][rank] = threadIdx.x;
+        }
+    } else if (shared != shared) {
+        memory.is_bad = true;
+    }
+    __syncthreads();
+    if (warp < CHOOSING_WARPS) {
+        const int own_rank = lane / 4, id = memory.is_bad ? -1 : memory.best_ids[warp][own_rank];
+        const unsigned key = memory.best_keys[warp][own_rank];
+        int before = 0;
+#pragma unroll
+        for (int other = 2 * quad; other < 2 * quad + 2; other++)
+            before += __popc(which_from(memory.best_keys[other], key + (other > warp)) & (other == warp ? (1u << own_rank) - 1 : ~0u));
+        before += __shfl_xor_sync(~0u, before, 1);
+        before += __shfl_xor_sync(~0u, before, 2);
+        if (quad == 0 && before < TOP) {
+            memory.chosen_keys[before] = key;
+            memory.chosen[blockIdx.x][before] = id;
+        }
+    }
+    __syncthreads();
+}
+
+__device__ __forceinline__ void wait_for_grouping_warps()
+{
+    // The instruction is a whole warp's, and lanes come from branches of their own.
+    __syncwarp();
+    asm volatile("barrier.sync.aligned 1, %0;" ::"n"(32 * GROUPING_WARPS) : "memory");
+}
+
+// The first warps of the first block group the batch by expert, as `gpukit_select` does.
+__device__ __forceinline__ void group_few(RouteMemory& memory, bool has_shared, int tokens, Groups* groups)
 {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    if (threadIdx.x < tokens * TOP) {
+        if (threadIdx.x >= TOP)
+            wait_for_bytes(&memory.ids_arrived);
+        const int token = threadIdx.x / TOP, rank = threadIdx.x % TOP, id = memory.chosen[token][rank];
+        if (id >= 0)
+            atomicOr(&memory.ranks[id][token / 8], (8u + rank) << 4 * (token % 8));
+        if (id >= 0 && rank == 0)
+            atomicOr(&memory.ranks[MOST_EXPERTS][token / 8], 8u << 4 * (token % 8));
+    }
+    wait_for_grouping_warps();
     // Thread 0 has the shared expert, the others one expert each.
-    const int own = threadIdx.x ? threadIdx.x - 1 : MOST_EXPERTS;
+    const int own = threadIdx.x ? min(static_cast<int>(threadIdx.x) - 1, MOST_EXPERTS) : MOST_EXPERTS;
     const bool counts = threadIdx.x ? own < MOST_EXPERTS : has_shared;
-    const uint64 own_ranks = own <= MOST_EXPERTS ? ranks[own][0] | static_cast<uint64>(ranks[own][1]) << 32 : 0;
-    const uint64 present = own_ranks & 0x8888888888888888ull;
+    const uint64 ranks = memory.ranks[own][0] | static_cast<uint64>(memory.ranks[own][1]) << 32, present = ranks & 0x8888888888888888ull;
     const int size = counts ? __popcll(present) : 0, segments = (size + COLUMNS - 1) / COLUMNS;
     // Two segments at most: two ballots say how many there are before.
     const unsigned some = __ballot_sync(~0u, segments > 0), more = __ballot_sync(~0u, segments > 1), below = (1u << lane) - 1;
     if (lane == 0)
-        totals[warp] = __popc(some) + __popc(more);
-    __syncthreads();
+        memory.totals[warp] = __popc(some) + __popc(more);
+    wait_for_grouping_warps();
     int begin = __popc(some & below) + __popc(more & below);
 #pragma unroll
-    for (int other = 0; other < GROUPING_WARPS; other++)
-        begin += other < warp ? totals[other] : 0;
+    for (int other = 0; other < GROUPING_WARPS - 1; other++)
+        begin += other < warp ? memory.totals[other] : 0;
 #pragma unroll 1
     for (int i = 0; i < segments; i++) {
         Segment* segment = groups->each + begin + i;
@@ -388,9 +498,8 @@ __device__ __forceinline__ void group_few(const unsigned (&ranks)[MOST_EXPERTS +
     int place = 0;
 #pragma unroll 1
     for (uint64 left = present; left; left &= left - 1, place++) {
-        const int at = __ffsll(left) - 4, token = at / 4;
+        const int at = __ffsll(left) - 4, token = at / 4, rank = threadIdx.x ? static_cast<int>(ranks >> at & 7) : TOP;
         tokens_there |= 1ull << token;
-        const int rank = threadIdx.x ? static_cast<int>(own_ranks >> at & 7) : TOP;
         if (counts)
             groups->each[begin + place / COLUMNS].routes[place % COLUMNS] = static_cast<Bytes2>(16 * token + rank);
     }
@@ -398,7 +507,7 @@ __device__ __forceinline__ void group_few(const unsigned (&ranks)[MOST_EXPERTS +
         groups->shared_segments = segments;
         groups->tokens = tokens_there;
     }
-    if (threadIdx.x == ROUTE_WARPS * 32 - 1)
+    if (threadIdx.x == GROUPING_WARPS * 32 - 1)
         groups->segments = begin + segments;
 }
 #else
@@ -425,25 +534,16 @@ extern "C" __global__ void CLUSTER(ROUTE_BLOCKS) __launch_bounds__(ROUTE_WARPS *
     int64* signal)
 {
 #if __CUDA_ARCH__ >= 900
-    __shared__ __align__(16) float partial[ROUTE_WARPS][FEW][PITCH];
-    __shared__ float partial_of_shared[PAIRS][FEW];
-    // What all blocks send: scores of the block's token.
-    __shared__ __align__(16) float parts[SCORE_PARTS][MOST_EXPERTS];
-    __shared__ float parts_of_shared[SCORE_PARTS];
-    // In the first block: the chosen experts, which the others send, and what `group_few` makes of them.
-    __shared__ int chosen[FEW][TOP];
-    __shared__ unsigned ranks[MOST_EXPERTS + 1][2];
-    __shared__ __align__(16) int totals[ROUTE_WARPS];
-    __shared__ uint64 scores_arrived, ids_arrived;
+    __shared__ RouteMemory memory;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, line = lane >> 2, quad = lane & 3;
-    const int part = blockIdx.x % SCORE_PARTS, row_group = blockIdx.x / SCORE_PARTS, pair = warp % PAIRS, tile = warp / PAIRS;
     const int length = static_cast<int>(steps), most = static_cast<int>(experts), here = static_cast<int>(tokens);
+    const int part = blockIdx.x % SCORE_PARTS, first_expert = blockIdx.x / SCORE_PARTS * BLOCK_EXPERTS;
+    const int pair = warp % PAIRS, tile = warp / PAIRS, row = first_expert + tile * TILE + line;
     // Rows are multiples of a pair, so that a warp has all of its steps or none.
     const int first_step = (part * PAIRS + pair) * PAIR_STEPS;
     const bool has_steps = first_step < length;
-    // The shared expert's row: each of these warps has the columns of its own rows.
-    const bool has_row_of_shared = has_shared && row_group == 0 && tile == pair;
-    const int row = row_group * BLOCK_EXPERTS + tile * TILE + line;
+    // The shared expert's row: some blocks have its parts, in each of them a warp of its own for each pair.
+    const bool has_part_of_shared = has_shared && first_expert == 0, has_row_of_shared = has_part_of_shared && tile == pair;
     const int own_columns = 4 * (has_steps ? first_step : 0) + quad;
     const Bytes16* own_rows = reinterpret_cast<const Bytes16*>(router) + own_columns;
     const Bytes16 *upper = own_rows + 4ll * length * min(row, most - 1), *lower = own_rows + 4ll * length * min(row + 8, most - 1);
@@ -455,8 +555,9 @@ extern "C" __global__ void CLUSTER(ROUTE_BLOCKS) __launch_bounds__(ROUTE_WARPS *
         own_x[group] = x + min(group * COLUMNS + line, here - 1) * x_row + own_columns;
     const CachePolicy policy = policy_keep_normally();
     if (threadIdx.x == 0) {
-        expect_bytes(&scores_arrived, sizeof parts + (has_shared ? sizeof parts_of_shared : 0));
-        expect_bytes(&ids_arrived, (here - 1) * sizeof chosen[0]);
+        expect_bytes(&memory.scores_arrived, sizeof memory.parts + (has_shared ? sizeof memory.parts_of_shared : 0));
+        expect_bytes(&memory.ids_arrived, (here - 1) * sizeof memory.chosen[0]);
+        memory.is_bad = false;
     }
     arrive_at_cluster();
     Bytes16 held[PAIR_STEPS][2], held_of_shared[PAIR_STEPS];
@@ -464,13 +565,10 @@ extern "C" __global__ void CLUSTER(ROUTE_BLOCKS) __launch_bounds__(ROUTE_WARPS *
     for (int step = 0; step < PAIR_STEPS; step++) {
         held[step][0] = load_weights(upper + 4 * step, policy);
         held[step][1] = load_weights(lower + 4 * step, policy);
-        held_of_shared[step] = Bytes16{};
-        if (has_row_of_shared)
-            held_of_shared[step] = load_weights(row_of_shared + 4 * step, policy);
+        held_of_shared[step] = has_row_of_shared ? load_weights(row_of_shared + 4 * step, policy) : Bytes16{};
     }
-    if (blockIdx.x == 0)
-        for (int i = threadIdx.x; i <= MOST_EXPERTS; i += ROUTE_WARPS * 32)
-            ranks[i][0] = ranks[i][1] = 0;
+    if (blockIdx.x == 0 && threadIdx.x <= MOST_EXPERTS)
+        memory.ranks[threadIdx.x][0] = memory.ranks[threadIdx.x][1] = 0;
     wait_for_predecessor();
     release_successor();
     Bytes16 taken[FEW / COLUMNS][PAIR_STEPS];
@@ -496,65 +594,43 @@ extern "C" __global__ void CLUSTER(ROUTE_BLOCKS) __launch_bounds__(ROUTE_WARPS *
                         if (has_row_of_shared)
                             multiply_tiles(sums_of_shared[slice], {of_shared.x, of_shared.x, of_shared.y, of_shared.y}, of_x.x, of_x.y);
                     }
-            const int column = group * COLUMNS + 2 * quad;
-            float* own = &partial[warp][column][line];
-            own[0] = has_steps ? sums[0][0] + sums[1][0] : 0.0f;
-            own[PITCH] = has_steps ? sums[0][1] + sums[1][1] : 0.0f;
-            own[8] = has_steps ? sums[0][2] + sums[1][2] : 0.0f;
-            own[PITCH + 8] = has_steps ? sums[0][3] + sums[1][3] : 0.0f;
-            if (has_row_of_shared && line == 0) {
-                partial_of_shared[pair][column] = has_steps ? sums_of_shared[0][0] + sums_of_shared[1][0] : 0.0f;
-                partial_of_shared[pair][column + 1] = has_steps ? sums_of_shared[0][1] + sums_of_shared[1][1] : 0.0f;
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int column = group * COLUMNS + 2 * quad + i % 2;
+                memory.sums[warp][column][line + i / 2 * 8] = has_steps ? sums[0][i] + sums[1][i] : 0.0f;
+                if (has_row_of_shared && line == 0 && i < 2)
+                    memory.sums_of_shared[pair][column] = has_steps ? sums_of_shared[0][i] + sums_of_shared[1][i] : 0.0f;
             }
         }
     __syncthreads();
     // Nobody sends before all blocks are there.
     wait_for_cluster();
-    constexpr int FOURS = BLOCK_EXPERTS / 4;
-    static_assert(FEW * (FOURS + 1) <= ROUTE_WARPS * 32, "a thread sends once");
-    if (threadIdx.x < here * FOURS) {
-        const int four = threadIdx.x % FOURS, token = threadIdx.x / FOURS;
-        float4 pairs[PAIRS];
-#pragma unroll
-        for (int i = 0; i < PAIRS; i++)
-            pairs[i] = *reinterpret_cast<const float4*>(&partial[four / (TILE / 4) * PAIRS + i][token][four % (TILE / 4) * 4]);
-        send(reinterpret_cast<float4*>(&parts[part][row_group * BLOCK_EXPERTS + 4 * four]), token, sum_of_pairs(pairs), &scores_arrived);
-    } else if (has_shared && row_group == 0 && threadIdx.x >= ROUTE_WARPS * 32 - here) {
-        const int token = threadIdx.x - (ROUTE_WARPS * 32 - here);
-        const float(&pairs)[PAIRS][FEW] = partial_of_shared;
-        send(&parts_of_shared[part], token, sum_of_pairs({pairs[0][token], pairs[1][token], pairs[2][token], pairs[3][token]}), &scores_arrived);
-    }
-    if (blockIdx.x >= here || (warp && (blockIdx.x || !groups)))
+    send_scores(memory, part, first_expert, has_part_of_shared, here);
+    if (blockIdx.x >= here)
         return;
-    if (warp == 0) {
-        wait_for_bytes(&scores_arrived);
-        float own[EACH] = {};
-        load_scores(parts[0], MOST_EXPERTS, most, own);
-        const float shared = has_shared ? score_of(parts_of_shared, 1, 0) : 0.0f;
-        const int token = blockIdx.x;
-        const int id = choose(
-            own, most, has_shared != 0, shared, ids + token * TOP, alpha + token * alpha_row, shared_scale + token * shared_row, signal);
-        if (groups && lane < TOP) {
-            if (token)
-                send(&chosen[token][lane], 0, id, &ids_arrived);
-            else
-                chosen[token][lane] = id;
+    wait_for_bytes(&memory.scores_arrived);
+    const int token = blockIdx.x;
+    const float shared = warp == CHOOSING_WARPS && has_shared ? score_of(memory.parts_of_shared, 1, 0) : 0.0f;
+    choose_together(memory, most, shared);
+    if (warp == CHOOSING_WARPS && lane == 0) {
+        if (has_shared)
+            shared_scale[token * shared_row] = memory.is_bad ? 0.0f : sigmoid(shared);
+        if (memory.is_bad)
+            count(signal, OUT_OF_RANGE);
+    }
+    // Beside those that group.
+    if (warp == ROUTE_WARPS - 1) {
+        const int rank = lane % TOP, id = memory.chosen[token][rank];
+        if (lane < TOP && token && groups)
+            send(&memory.chosen[token][rank], 0, id, &memory.ids_arrived);
+        const float weight = softmax(from_key(memory.chosen_keys[rank]));
+        if (lane < TOP) {
+            ids[token * TOP + rank] = id;
+            alpha[token * alpha_row + rank] = memory.is_bad ? 0.0f : weight;
         }
     }
-    if (blockIdx.x || !groups)
-        return;
-    if (here > 1)
-        wait_for_bytes(&ids_arrived);
-    __syncthreads();
-    if (threadIdx.x < here * TOP) {
-        const int token = threadIdx.x / TOP, rank = threadIdx.x % TOP, id = chosen[token][rank];
-        if (id >= 0)
-            atomicOr(&ranks[id][token / 8], (8u + rank) << 4 * (token % 8));
-        if (id >= 0 && rank == 0)
-            atomicOr(&ranks[MOST_EXPERTS][token / 8], 8u << 4 * (token % 8));
-    }
-    __syncthreads();
-    group_few(ranks, totals, has_shared != 0, groups);
+    if (groups && token == 0 && warp < GROUPING_WARPS)
+        group_few(memory, has_shared != 0, here, groups);
 #endif
 }
 
