@@ -93,11 +93,10 @@ def format_of(format: Any) -> Format:
 
 def plane(array: Any, name: str, shape: tuple[int, ...], device: int | None, *, dtype: str = "uint8", written: bool = False) -> int:
     """Address of a plane of the shape that is needed, contiguous, at a multiple of 16."""
-    address, found, _, _, where = tensor(array, name, (dtype,), (len(shape),), device, contiguous=len(shape), written=written)
+    address, found, _, _, _ = tensor(array, name, (dtype,), (len(shape),), device, contiguous=len(shape), written=written)
     if found != shape:
         raise ArgumentError(f"{name}: expected shape {shape}, got {found}")
-    if where >= 0:
-        require_aligned(name, address)
+    require_aligned(name, address)
     return address
 
 

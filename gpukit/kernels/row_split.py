@@ -275,8 +275,7 @@ def _matrix(array: Any, name: str, dtypes: tuple[str, ...], kind: Format, format
     found = tensor(array, name, dtypes, (2,), contiguous=2)
     if found[1][1] % kind.group:
         raise ArgumentError(f"{name}: expected rows of a multiple of {kind.group} elements, the group of {format}, got shape {found[1]}")
-    if found[4] >= 0:
-        require_aligned(name, found[0])
+    require_aligned(name, found[0])
     return found
 
 

@@ -67,6 +67,15 @@ def test_numpy_arrays_run_the_reference(name: str) -> None:
     assert quantize(values[:0], name).shape == (0, 128) and quantize(values[:, :0].copy(), name).shape == (3, 0)
 
 
+def test_addresses_are_asked_for_on_numpy_as_on_a_device() -> None:
+    raw = np.zeros(4096, np.uint8)
+    with pytest.raises(ArgumentError, match="base: expected an address that is a multiple of 16"):
+        pack_codes(CODES, "q4", base=raw[1 : 1 + 128].reshape(2, 2, 32))
+    with pytest.raises(ArgumentError, match="values: expected an address that is a multiple of 16"):
+        quantize(raw[4 : 4 + 1024].view(np.float32).reshape(2, 128), "q4")
+    assert not raw.any()
+
+
 def test_the_constants_of_the_plan_are_those_of_the_kernel() -> None:
     constants = {name: int(value) for name, value in re.findall(r"constexpr int (\w+) = (\d+);", source_path("row_split").read_text())}
     assert (constants["THREADS"], constants["OCT"]) == (ops._THREADS, ops._OCT)
