@@ -276,6 +276,9 @@ def warmup(device: int = 0, subjects: Sequence[str] | None = None) -> None:
         if subjects is None or kernel.subject in subjects:
             for variant in kernel.variants:
                 kernel.load(variant, device)
+            if kernel.cluster:
+                # The first question belongs outside of captures.
+                kernel.has_room(device, 0)
 
 
 def _bind_driver() -> None:

@@ -67,7 +67,6 @@ def test_clusters_are_launched_where_a_device_has_room_for_one(
 ) -> None:
     kernel = next(kernel for kernel in launch.kernels() if kernel.name == "route_few")
     monkeypatch.setattr(launch.devices, "properties", functools.cache(lambda device: SimpleNamespace(compute_capability=capability)))
-    monkeypatch.setattr(kernel, "rooms", {})
     driver.clusters, driver.refuse = clusters, {refused: Result.CUDA_ERROR_LAUNCH_FAILED} if refused else {}
     if capability >= (9, 0):
         driver.capturing.add(77)

@@ -704,9 +704,10 @@ def fold(
     normalize : bool
         As it was in `record`.
     settled : bool
-        Whether all that is read, `rows` and `log` too, was there before the op in front of this one on its stream went to work, and that one neither
-        reads nor writes the states and histories of this call: so it is with an op or more between acceptance and the fold. A launch that overlaps it
-        (`gpukit.launch.overlapping`) then does all of its work meanwhile. Nothing checks it. Changes no result.
+        Whether all that is read, `rows` and `log` too, was there before the op in front of this one on its stream went to work, and stays as it is
+        while that one runs, which touches none of the states and histories of this call either: so it is with an op that launches something between
+        acceptance and the fold, unless that op is a settled `fold` itself or another kernel that lets others begin before it has waited. A launch
+        that overlaps it (`gpukit.launch.overlapping`) then does all of its work meanwhile. Nothing checks it. Changes no result.
     keep : float, optional
         As in `direct`.
     stream : stream, optional

@@ -368,7 +368,8 @@ class DecodeMemory:
                 self._blind += 1
                 self._roomy -= 1
                 self._advance = None
-                self._fresh.clear()
+                if self._fresh:
+                    self._fresh.difference_update(self.rows.tolist())
                 return True
         return self._step(advance, known)
 
@@ -411,6 +412,10 @@ class DecodeMemory:
     def _step(self, advance: np.ndarray | None, known: bool) -> bool:
         """The same with all the arithmetic."""
         step = self._checked_advance(advance, known)
+        if step is None:
+            # Served or not: the device holds a sampler's counts now.
+            self._advance = None
+            self._expect(0)
         need = self.mirror.need(self.rows, step)
         if need > self._stock_count() and not self._stock(need, relieve=False):
             return False
@@ -418,13 +423,14 @@ class DecodeMemory:
         self._expect(0)
         if step is not None:
             self._upload(step)
-        else:
-            self._advance = None
         # Only what was launched goes into the books.
         self._launch()
         self.rounds += 1
-        self._fresh.clear()
+        self._fresh.difference_update(self.rows.tolist())
         popped, pushed = self._mirror.round(self.rows, step)
+        if step is None:
+            # Read-backs count what rounds in wait have done already: what the bounds grow by may be less than what this one does.
+            popped, pushed = need, 0
         longest = int(self._mirror.high.lengths[self.rows].max()) if len(self.rows) else 0
         left = self._tokens - longest - self.state.lookahead
         self._roomy = max(left // self.state.lookahead, 0)

@@ -97,10 +97,15 @@ class Mirror:
         return counts.astype(np.int64)
 
     def need(self, rows: np.ndarray, advance: np.ndarray | None = None) -> int:
-        """Pages that the next round pops, or the most that it may pop where the advance is not known."""
+        """Pages that the next round pops, or the most that it may pop where the advance is not known, whatever rounds in wait have popped."""
         step = self.lookahead if advance is None else advance
         pages = -(-(self.high.lengths[rows] + step + self.lookahead) // self.page_size)
-        return int(np.maximum(pages - self.high.pages[rows], 0).sum())
+        most = np.maximum(pages - self.low.pages[rows], 0)
+        if self._rounds:
+            # A row that has had a round holds pages for its lookahead already, and takes no more than that many tokens fill.
+            had_one = self.low.lengths[rows] < self.high.lengths[rows]
+            most = np.where(had_one, np.minimum(most, -(-self.lookahead // self.page_size)), most)
+        return int(most.sum())
 
     def forecast(self, rows: np.ndarray, rounds: int) -> tuple[list[int], list[int]] | None:
         """Pages popped and pushed in each of the next rounds if every row advances by 1 in each; None where a row has something to catch up with.
@@ -202,6 +207,8 @@ def _every(first: np.ndarray, period: int, rounds: int) -> np.ndarray | None:
     """How many of the rows have their turn in each round: row i in round ``first[i]``, and again every `period`; None where one is overdue."""
     if len(first) and first.min() < 0:
         return None
+    if period >= rounds:
+        return np.bincount(first[first < rounds], minlength=rounds)
     whole = -(-rounds // period) * period
     turns = np.bincount(first[first < whole], minlength=whole)
     return turns.reshape(-1, period).cumsum(axis=0).reshape(-1)[:rounds]

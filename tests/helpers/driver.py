@@ -66,6 +66,7 @@ class FakeDriver:
         for kernel in launch.kernels():
             monkeypatch.setattr(kernel, "handles", {})
             monkeypatch.setattr(kernel, "pack_into", None)
+            monkeypatch.setattr(kernel, "rooms", {})
         return self
 
     def restore(self) -> None:

@@ -313,7 +313,8 @@ def test_what_is_settled_may_be_read_while_the_kernel_in_front_runs(op: str, ite
 @pytest.mark.gpu
 @pytest.mark.parametrize("items", [1, 5])
 def test_a_settled_fold_runs_beside_the_op_in_front(items: int) -> None:
-    """Two pools take turns: each is folded while the other is verified, and verified again right behind the fold of its own."""
+    """Two pools take turns: each is folded while the other is verified, and verified again right behind the fold of its own. What is folded is said
+    anew each time, an op before the one beside which it is read."""
     import torch
 
     import gpukit
@@ -330,7 +331,8 @@ def test_a_settled_fold_runs_beside_the_op_in_front(items: int) -> None:
     states, histories = states_of((layers, items, heads, dim, dim)), random_bits(rng, layers, items, 3, channels)
     columns = random_bits(rng, layers, items, tokens, channels)
     slots = torch.arange(items, device="cuda")
-    rows = torch.stack((slots, slots, slots % (tokens + 1)), 1).contiguous()
+    said = [torch.stack((slots, slots, (slots + turn) % (tokens + 1)), 1).contiguous() for turn in range(6)]
+    rows = said[0].clone()
     seen = []
     for settled in (False, True):
         pools = [StatePool(torch.from_numpy(states).cuda(), torch.from_numpy(histories.view(np.int16)).cuda().view(torch.bfloat16)) for _ in range(2)]
@@ -348,6 +350,7 @@ def test_a_settled_fold_runs_beside_the_op_in_front(items: int) -> None:
             with overlapping(settled), capture(stream) as graph:
                 verify(0)
                 for turn in range(6):
+                    rows.copy_(said[turn])
                     verify(1 - turn % 2)
                     gated_delta.fold(pools[turn % 2], logs[turn % 2], rows, settled=settled)
             for _ in range(5):

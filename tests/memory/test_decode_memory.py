@@ -304,6 +304,115 @@ def test_ten_thousand_rounds_of_drafts_with_late_counts() -> None:
     assert pool.available("full") == 499
 
 
+def heard(memory: DecodeMemory) -> None:
+    """The lengths of the lists as the device has them now have been read back."""
+    for band in (memory.full, memory.swa):
+        for pages in (band.holes, band.virtual):
+            if pages is not None:
+                pages._known = int(pages.counters[1] - pages.counters[0])
+        band.hole_count = band.holes.known
+        if band.virtual is not None:
+            band.id_count = band.virtual.known
+
+
+@pytest.mark.parametrize("on_a_device", [False, True])
+def test_a_round_may_pop_what_one_in_wait_has_left(on_a_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Either of two rounds may be the one that takes a page, and the lists were counted in between."""
+    memory = memory_of(lanes=2, window=None)
+    memory.admit(0, 3)
+    memory.admit(1, 2)
+    memory.seat([0, 1])
+    assert memory.step()
+    if on_a_device:
+        assert memory.pool.stock("full", 3) and memory.pool.stock("swa", 3)
+        counted_by_notes(memory, monkeypatch)
+    for advance in ([0, 1], [1, 1]):
+        memory.state.advance[:] = advance
+        assert memory.step(known=False)
+        for band in (memory.full, memory.swa):
+            assert band.hole_count <= band.holes.counters[1] - band.holes.counters[0]
+        if on_a_device:
+            heard(memory)
+    memory.arrived([0, 1])
+    memory.arrived([1, 1])
+    assert memory.state.status[:2].tolist() == [3, 0] and memory.check() == []
+
+
+@pytest.mark.parametrize("on_a_device", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_the_device_serves_every_round_that_the_host_launches(seed: int, on_a_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts with late counts in a pool that is nearly full, lists that are counted now and then."""
+    rng = np.random.default_rng(seed)
+    page_size, lookahead = int(rng.choice([1, 3, 4])), int(rng.integers(1, 5))
+    memory = memory_of(pages=int(rng.integers(60, 80)), page_size=page_size, lanes=3, lookahead=lookahead, window=int(rng.choice([0, 5, 30])))
+    for row in range(3):
+        assert memory.admit(row, int(rng.integers(0, 4 * page_size)))
+    memory.seat(range(3))
+    for band in (memory.full, memory.swa):
+        assert memory.pool.stock(band.name, 18)
+    assert memory.step()
+    if on_a_device:
+        counted_by_notes(memory, monkeypatch)
+        # Stocking launches, which lists that are nowhere cannot.
+        monkeypatch.setattr(memory, "_stock", lambda need, relieve: False)
+    waiting: deque[np.ndarray] = deque()
+    served = 1
+    for _ in range(60):
+        room = memory.state.pages[:3] * page_size - memory.state.lengths[:3]
+        advance = np.minimum(rng.integers(0, lookahead + 1, 3), room)
+        if memory.mirror.high.lengths[:3].max() + 2 * lookahead > 38 * page_size:
+            break
+        memory.state.advance[:3] = advance
+        if memory.step(known=False):
+            waiting.append(advance)
+            served += 1
+        assert memory.state.status[:2].tolist() == [served, 0]
+        for band in (memory.full, memory.swa):
+            assert band.hole_count <= band.holes.counters[1] - band.holes.counters[0]
+        while waiting and rng.random() < 0.4:
+            memory.arrived(waiting.popleft())
+        if on_a_device and rng.random() < 0.3:
+            heard(memory)
+    while waiting:
+        memory.arrived(waiting.popleft())
+    assert served > 3
+    np.testing.assert_array_equal(memory.mirror.low.lengths, memory.state.lengths)
+    np.testing.assert_array_equal(memory.mirror.low.pages, memory.state.pages)
+
+
+def test_a_refused_round_of_a_sampler_leaves_no_counts_behind() -> None:
+    memory = memory_of(pages=30, page_size=1, lanes=2, window=None)
+    memory.admit(0, 5)
+    memory.seat([0])
+    assert memory.step() and memory.step()
+    for name in ("full", "swa"):
+        memory.pool.flush(name)
+    left = {"full": 1, "swa": 1}
+    taken = memory.pool.alloc_joint(dict.fromkeys(left, memory.pool.available(left)))
+    assert taken is not None
+    rest = memory.pool.alloc("full", memory.pool.available("full"))
+    memory.state.advance[:] = 0
+    assert not memory.step(known=False)
+    memory.pool.free("full", taken["full"])
+    assert memory.step() and memory.state.lengths[0] == 7 and memory.check() == [] and rest is not None
+
+
+def test_a_first_round_is_the_first_one_that_a_request_is_seated_in() -> None:
+    memory = memory_of()
+    memory.admit(0, 6)
+    memory.seat([0])
+    memory.admit(1, 8)
+    assert memory.step()
+    memory.seat([0, 1])
+    assert memory.step() and memory.state.lengths[:2].tolist() == [7, 8] and memory.check() == []
+
+
+def test_a_forecast_takes_no_notice_of_how_large_pages_are() -> None:
+    mirror = Mirror(2, 1, 1 << 40, None)
+    mirror.set(0, length=(1 << 40) - 3, pages=1, retired=0)
+    assert mirror.forecast(np.array([0]), 4) == ([0, 0, 1, 0], [0, 0, 0, 0])
+
+
 def test_a_step_that_cannot_be_served_changes_nothing_and_works_after_room_is_made() -> None:
     memory = memory_of(pages=20)
     assert memory.admit(0, 16) and memory.admit(1, 16)

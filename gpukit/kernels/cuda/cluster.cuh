@@ -14,6 +14,7 @@ __device__ __forceinline__ void arrive_at_cluster()
 
 __device__ __forceinline__ void wait_for_cluster()
 {
+    __syncwarp();
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
