@@ -41,7 +41,8 @@ _MOST_PARAMETERS = 40
 _HANDLES_OF_DEFAULT_STREAMS = (0, 1, 2)
 # Shared memory that every kernel may have at its launch.
 _PLAIN_SHARED_BYTES = 48 * 1024
-_CLUSTERS_FROM = (9, 0)
+# Compute capability from which launches may overlap and blocks form clusters.
+_HOPPER = (9, 0)
 
 _kernels: list[Kernel] = []
 _load_lock = threading.RLock()
@@ -159,17 +160,13 @@ class Kernel:
         """
         room = self.rooms.get(device)
         if room is None:
-            room = self.cluster is not None and devices.properties(device).compute_capability >= _CLUSTERS_FROM and self._fits(device, stream)
+            room = self.cluster is not None and devices.properties(device).compute_capability >= _HOPPER and self._fits(device, stream)
             self.rooms[device] = room
         return room
 
     def _fits(self, device: int, stream: int) -> bool:
         handle, bindings = self.load((), device, stream), devices.driver()
-        blocks, threads = self.cluster or (1, 1)
-        config = bindings.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-        config.sharedMemBytes = self.shared_bytes
+        config = _configuration(*(self.cluster or (1, 1)), self.shared_bytes)
         with devices.current(device):
             status, clusters = bindings.cuOccupancyMaxActiveClusters(bindings.CUfunction(handle), config)
         return bool(status == 0 and clusters > 0)
@@ -215,7 +212,7 @@ class Kernel:
         if self.shared_bytes > _PLAIN_SHARED_BYTES:
             attribute = bindings.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             devices.call(bindings.cuKernelSetAttribute(attribute, self.shared_bytes, kernel, device), "cuKernelSetAttribute")
-        if self.cluster and devices.properties(device).compute_capability >= _CLUSTERS_FROM:
+        if self.cluster and devices.properties(device).compute_capability >= _HOPPER:
             # More than 8 blocks; a device that refuses has no room.
             bindings.cuKernelSetAttribute(bindings.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1, kernel, device)
         with devices.current(device):
@@ -357,18 +354,24 @@ def overlapping(on: bool = True) -> Iterator[None]:
         _mode.set(overlapping=before)
 
 
+def _configuration(blocks: int, threads: int, shared_bytes: int) -> Any:
+    """What the driver is told of the size of a launch."""
+    config = devices.driver().CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = shared_bytes
+    return config
+
+
 def _launch_early(device: int, handle: int, blocks: int, threads: int, shared_bytes: int, stream: int, arguments: int) -> None:
     """A launch that may begin before the kernel in front has ended, where the device can do that."""
-    if devices.properties(device).compute_capability < (9, 0):
+    if devices.properties(device).compute_capability < _HOPPER:
         return cast("None", _launch_kernel(handle, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, arguments, 0))
     bindings = devices.driver()
     attribute = bindings.CUlaunchAttribute()
     attribute.id = bindings.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     attribute.value.programmaticStreamSerializationAllowed = 1
-    config = bindings.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-    config.sharedMemBytes = shared_bytes
+    config = _configuration(blocks, threads, shared_bytes)
     config.hStream, config.attrs, config.numAttrs = stream, [attribute], 1
     return devices.call(bindings.cuLaunchKernelEx(config, handle, arguments, 0), "cuLaunchKernelEx")  # type: ignore[no-any-return]
 

@@ -419,9 +419,9 @@ class DecodeMemory:
         need = self.mirror.need(self.rows, step)
         if need > self._stock_count() and not self._stock(need, relieve=False):
             return False
-        # The round is not the one that was forecast.
-        self._expect(0)
         if step is not None:
+            # The round is not the one that was forecast.
+            self._expect(0)
             self._upload(step)
         # Only what was launched goes into the books.
         self._launch()

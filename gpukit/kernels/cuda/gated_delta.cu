@@ -121,14 +121,7 @@ __device__ __forceinline__ void direct_in_bulk(
     }
 #pragma unroll 1
     for (int first = 0; first == 0 || first < tokens; first += shared.count) {
-        if (first > 0)
-            __syncthreads();
-        if (first + shared.mine() / 2 * 2 < tokens)
-            shared.share(part, normalize);
-        __syncthreads();
-        const int next = first + shared.count;
-        if (next + shared.mine() < tokens)
-            part.load(source_of<DIM>(batch, place, next + shared.mine()));
+        const int next = shared.take_turn(part, first, tokens, normalize, [&](int t) { return source_of<DIM>(batch, place, t); });
         if (first == 0)
             rows.wait();
 #pragma unroll 1
@@ -163,23 +156,28 @@ __device__ __forceinline__ void direct_in_bulk(
     const Batch batch{q,       q_batch, q_token,    k,          k_batch, k_token, v,     v_batch,   v_token, g, g_batch, g_token, \
                       beta,    beta_batch, beta_token, out, items, tokens, key_heads, heads}
 
-// `destination` holds a slot a sequence.
-extern "C" __global__ void __launch_bounds__(32 * WARPS, DIRECT_BLOCKS) gpukit_direct(
-    GPUKIT_BATCH_PARAMETERS,
-    void* pool,               // [slots, Hv, V, K] of the layer
-    int64 slot_stride,        // in elements
-    int64 slots,
-    const void* source,       // [B]
-    const void* destination,  // [B]
-    int64 prefetch,           // elements from a state to the one that the next call will want, or 0
-    int64 scale,              // bits of a float, which then needs no register; above them the hint of the states
-    int64 flags,
-    int64* signal)
+#define GPUKIT_DIRECT_PARAMETERS                                                                                                      \
+    GPUKIT_BATCH_PARAMETERS,                                                                                                          \
+    void *pool,               /* [slots, Hv, V, K] of the layer */                                                                    \
+    int64 slot_stride,        /* in elements */                                                                                       \
+    int64 slots,                                                                                                                      \
+    const void *source,       /* [B] */                                                                                               \
+    const void *destination,  /* [B], or of a slot a token [B, T] */                                                                  \
+    int64 prefetch,           /* elements from a state to the one that the next call will want, or 0 */                               \
+    int64 scale,              /* bits of a float, which then needs no register; above them the hint of the states */                  \
+    int64 flags,                                                                                                                      \
+    int64 *signal
+
+#define GPUKIT_STATES                                                                                                                 \
+    const States states{pool, slot_stride, slots, (flags & BFLOAT16_STATES) != 0, prefetch, upper_half(scale)};                       \
+    const float scale_of_outputs = __int_as_float(static_cast<int>(scale))
+
+// `destination` holds a slot a sequence, here and in bulk.
+extern "C" __global__ void __launch_bounds__(32 * WARPS, DIRECT_BLOCKS) gpukit_direct(GPUKIT_DIRECT_PARAMETERS)
 {
     GPUKIT_BATCH;
     __shared__ Tokens<128, WARPS, TILE, true> memory;
-    const States states{pool, slot_stride, slots, (flags & BFLOAT16_STATES) != 0, prefetch, upper_half(scale)};
-    const float scale_of_outputs = __int_as_float(static_cast<int>(scale));
+    GPUKIT_STATES;
     if (dim == 128 && flags & SETTLED)
         direct<128, false, true>(&memory, batch, states, source, destination, id_bytes_of(flags, WIDE_SLOTS), scale_of_outputs,
             flags & NORMALIZE, signal);
@@ -191,14 +189,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, DIRECT_BLOCKS) gpukit_d
             flags & NORMALIZE, signal);
 }
 
-extern "C" __global__ void __launch_bounds__(32 * BULK_WARPS, BULK_BLOCKS) gpukit_direct_bulk(
-    GPUKIT_BATCH_PARAMETERS, void* pool, int64 slot_stride, int64 slots, const void* source, const void* destination, int64 prefetch, int64 scale,
-    int64 flags, int64* signal)
+extern "C" __global__ void __launch_bounds__(32 * BULK_WARPS, BULK_BLOCKS) gpukit_direct_bulk(GPUKIT_DIRECT_PARAMETERS)
 {
     GPUKIT_BATCH;
     __shared__ BulkMemory<128> memory;
-    const States states{pool, slot_stride, slots, (flags & BFLOAT16_STATES) != 0, prefetch, upper_half(scale)};
-    const float scale_of_outputs = __int_as_float(static_cast<int>(scale));
+    GPUKIT_STATES;
     if (dim == 128)
         direct_in_bulk<128>(memory, batch, states, source, destination, id_bytes_of(flags, WIDE_SLOTS), scale_of_outputs, flags & NORMALIZE,
                             flags & SETTLED, signal);
@@ -208,22 +203,11 @@ extern "C" __global__ void __launch_bounds__(32 * BULK_WARPS, BULK_BLOCKS) gpuki
 }
 
 // `destination` holds a slot a token.
-extern "C" __global__ void __launch_bounds__(32 * WARPS, DIRECT_BLOCKS) gpukit_snapshot(
-    GPUKIT_BATCH_PARAMETERS,
-    void* pool,
-    int64 slot_stride,
-    int64 slots,
-    const void* source,       // [B]
-    const void* destination,  // [B, T]
-    int64 prefetch,
-    int64 scale,
-    int64 flags,
-    int64* signal)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, DIRECT_BLOCKS) gpukit_snapshot(GPUKIT_DIRECT_PARAMETERS)
 {
     GPUKIT_BATCH;
     __shared__ Tokens<128, WARPS, TILE, true> memory;
-    const States states{pool, slot_stride, slots, (flags & BFLOAT16_STATES) != 0, prefetch, upper_half(scale)};
-    const float scale_of_outputs = __int_as_float(static_cast<int>(scale));
+    GPUKIT_STATES;
     if (dim == 128)
         direct<128, true, false>(&memory, batch, states, source, destination, id_bytes_of(flags, WIDE_SLOTS), scale_of_outputs,
             flags & NORMALIZE, signal);
@@ -253,10 +237,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, DIRECT_BLOCKS) gpukit_s
 
 #define GPUKIT_FOLD_RECORD_PARAMETERS GPUKIT_RECORD_PARAMETERS, GPUKIT_PREVIOUS_PARAMETERS
 
-#define GPUKIT_RECORD                                                                  \
-    const Log log{log_k, log_v, log_gates, width, key_heads, heads};                   \
-    const States states{pool, slot_stride, slots, (flags & BFLOAT16_STATES) != 0, prefetch, upper_half(scale)}; \
-    const float scale_of_outputs = __int_as_float(static_cast<int>(scale))
+#define GPUKIT_RECORD                                                  \
+    const Log log{log_k, log_v, log_gates, width, key_heads, heads};   \
+    GPUKIT_STATES
 
 extern "C" __global__ void __launch_bounds__(32 * RECORD_WARPS, RECORD_BLOCKS) gpukit_record(
     GPUKIT_RECORD_PARAMETERS, int64 prefetch, int64 scale, int64 flags, int64* signal)
@@ -375,8 +358,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, DIRECT_BLOCKS) gpukit_r
     GPUKIT_BATCH;
     const Log log{log_k, log_v, log_gates, width, key_heads, heads};
     __shared__ ExactMemory memory;
-    const States states{pool, slot_stride, slots, (flags & BFLOAT16_STATES) != 0, prefetch, upper_half(scale)};
-    const float scale_of_outputs = __int_as_float(static_cast<int>(scale));
+    GPUKIT_STATES;
     if (dim == 128)
         record_exactly<128, false>(&memory, batch, states, source, id_bytes_of(flags, WIDE_SLOTS), valid,
                id_bytes_of(flags, WIDE_VALID), log, log, nullptr, 0, scale_of_outputs, flags & NORMALIZE, signal);
@@ -393,8 +375,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, DIRECT_BLOCKS) gpukit_f
     const Log log{log_k, log_v, log_gates, width, key_heads, heads};
     const Log previous{previous_k, previous_v, previous_gates, previous_width, key_heads, heads};
     __shared__ ExactMemory memory;
-    const States states{pool, slot_stride, slots, (flags & BFLOAT16_STATES) != 0, prefetch, upper_half(scale)};
-    const float scale_of_outputs = __int_as_float(static_cast<int>(scale));
+    GPUKIT_STATES;
     if (dim == 128)
         record_exactly<128, true>(&memory, batch, states, source, id_bytes_of(flags, WIDE_SLOTS), valid,
                id_bytes_of(flags, WIDE_VALID), log, previous, accepted, id_bytes_of(flags, WIDE_ACCEPTED), scale_of_outputs,

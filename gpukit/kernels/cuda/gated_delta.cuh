@@ -14,6 +14,7 @@ using Bits = unsigned short;  // of a bfloat16
 // Warps of a block and rows of V of a lane. Many small blocks, all resident: what is read and what is written then alternates finely.
 constexpr int WARPS = 2;
 constexpr int ROWS = 1;
+// Where states come in bulk; a lane takes some of its rows at once.
 constexpr int BULK_WARPS = 4;
 constexpr int BULK_ROWS = 4;
 constexpr int BULK_ROWS_AT_ONCE = 2;
@@ -280,6 +281,22 @@ struct Tokens {
             if (TILE % 16 == 0 || lane < TILE)
                 v[t][16 * i + lane] = bf16_to_float(part.v[i]);
     }
+
+    // Share the tokens from `first` on, of which `part` is the thread's; then it is that of the ones behind them, the first of which is returned. All
+    // threads of the block come here.
+    template <class SourceOf>
+    __device__ __forceinline__ int take_turn(Part& part, int first, int tokens, bool normalize, const SourceOf& source_of)
+    {
+        if (first > 0)
+            __syncthreads();
+        if (first + mine() / 2 * 2 < tokens)
+            share(part, normalize);
+        __syncthreads();
+        const int next = first + count;
+        if (next + mine() < tokens)
+            part.load(source_of(next + mine()));
+        return next;
+    }
 };
 
 // Take the state past a prepared token; `rounds`, if it is kept as bfloat16. With outputs, those of the rows: taken from the old state in the
@@ -499,14 +516,7 @@ __device__ __forceinline__ void walk(
 {
 #pragma unroll 1
     for (int first = 0; first < tokens; first += shared.count) {
-        if (first > 0)
-            __syncthreads();
-        if (first + shared.mine() / 2 * 2 < tokens)
-            shared.share(part, normalize);
-        __syncthreads();
-        const int next = first + shared.count;
-        if (next + shared.mine() < tokens)
-            part.load(source_of<DIM>(batch, place, next + shared.mine()));
+        const int next = shared.take_turn(part, first, tokens, normalize, [&](int t) { return source_of<DIM>(batch, place, t); });
 #pragma unroll 1
         for (int t = first; t < min(next, tokens); t++) {
             float output[ROWS];
@@ -635,14 +645,7 @@ __device__ __forceinline__ void replay(
     float nothing[ROWS];
 #pragma unroll 1
     for (int first = 0; first < m; first += shared.count) {
-        if (first > 0)
-            __syncthreads();
-        if (first + shared.mine() / 2 * 2 < m)
-            shared.share(part, normalize);
-        __syncthreads();
-        const int next = first + shared.count;
-        if (next + shared.mine() < m)
-            part.load(source_of<DIM>(log, place, row, next + shared.mine()));
+        const int next = shared.take_turn(part, first, m, normalize, [&](int t) { return source_of<DIM>(log, place, row, t); });
 #pragma unroll 1
         for (int t = first; t < min(next, m); t++)
             advance<DIM, LANES, false>(state, shared, t - first, place.lane, place.first_row % TILE, rounds, 1.0f, nothing);

@@ -206,6 +206,13 @@ __device__ __forceinline__ float sigmoid(float value)
     return 1.0f / (1.0f + expf(-value));
 }
 
+// A segment of an expert that has so many tokens left, none of which has a route in it yet.
+__device__ __forceinline__ void begin_segment(Segment* segment, int expert, int left, bool is_read_again)
+{
+    *reinterpret_cast<Bytes16*>(segment) = make_uint4(expert, min(left, COLUMNS), is_read_again, 0);
+    *reinterpret_cast<Bytes16*>(segment->routes) = Bytes16{};
+}
+
 // Selection for 64 tokens a block, or a check of given ids, and what the later launches want to know of the batch: all in one launch, because a
 // launch costs as much as any of it.
 extern "C" __global__ void __launch_bounds__(SELECT_WARPS * 32) gpukit_select(
@@ -300,11 +307,8 @@ extern "C" __global__ void __launch_bounds__(SELECT_WARPS * 32) gpukit_select(
         begin += totals[other];
     if (counts) {
         firsts[own] = begin;
-        for (int i = 0; i < segments; i++) {
-            Segment* segment = groups->each + begin + i;
-            *reinterpret_cast<Bytes16*>(segment) = make_uint4(threadIdx.x ? own : 0, min(size - i * COLUMNS, COLUMNS), segments > 1, 0);
-            *reinterpret_cast<Bytes16*>(segment->routes) = Bytes16{};
-        }
+        for (int i = 0; i < segments; i++)
+            begin_segment(groups->each + begin + i, threadIdx.x ? own : 0, size - i * COLUMNS, segments > 1);
     }
     if (threadIdx.x == 0) {
         groups->shared_segments = segments;
@@ -489,11 +493,8 @@ __device__ __forceinline__ void group_few(RouteMemory& memory, bool has_shared, 
     for (int other = 0; other < GROUPING_WARPS - 1; other++)
         begin += other < warp ? memory.totals[other] : 0;
 #pragma unroll 1
-    for (int i = 0; i < segments; i++) {
-        Segment* segment = groups->each + begin + i;
-        *reinterpret_cast<Bytes16*>(segment) = make_uint4(threadIdx.x ? own : 0, min(size - i * COLUMNS, COLUMNS), segments > 1, 0);
-        *reinterpret_cast<Bytes16*>(segment->routes) = Bytes16{};
-    }
+    for (int i = 0; i < segments; i++)
+        begin_segment(groups->each + begin + i, threadIdx.x ? own : 0, size - i * COLUMNS, segments > 1);
     uint64 tokens_there = 0;
     int place = 0;
 #pragma unroll 1
