@@ -34,7 +34,8 @@ class Chain:
         self.snapshots = 0
         # Bands that have a gate.
         self.gated: list[Band] = []
-        self._known: dict[object, int] = {}
+        self._available: dict[object, int] = {}
+        self._schedulable: dict[object, int] = {}
         self._known_at = -1
 
     def snapshot(self) -> list[BandState]:
@@ -73,33 +74,33 @@ class Chain:
     def available(self, wanted: Weights) -> int:
         """See `UnifiedPool.available`."""
         if self.epoch.value != self._known_at:
-            self._known.clear()
-            self._known_at = self.epoch.value
+            self._forget()
         key = wanted if type(wanted) is str else tuple(wanted.items()) if type(wanted) is dict else _key(wanted)
         try:
-            found = self._known.get(key)
-        except TypeError:
-            # A weight that is none, as `_most` will say.
-            found = None
-        if found is None:
-            found = self._known[key] = self._most(wanted, moves=False)
+            return self._available[key]
+        except (KeyError, TypeError):
+            # Not remembered, or a weight that is none, as `_most` will say.
+            found = self._available[key] = self._most(wanted, moves=False)
         return found
 
     def schedulable(self, wanted: Weights) -> int:
         """See `UnifiedPool.schedulable`."""
         if self.epoch.value != self._known_at:
-            self._known.clear()
-            self._known_at = self.epoch.value
-        # A gate may flip without any field being bound, so what the gates say is part of the question.
-        gates = tuple([band.gate() for band in self.gated]) if self.gated else ()  # type: ignore[misc]
-        key = (gates, wanted if type(wanted) is str else tuple(wanted.items()) if type(wanted) is dict else _key(wanted))
+            self._forget()
+        key = wanted if type(wanted) is str else tuple(wanted.items()) if type(wanted) is dict else _key(wanted)
+        if self.gated:
+            # A gate may flip without any field being bound, so what the gates say is part of the question.
+            key = (key, *[band.gate() for band in self.gated])  # type: ignore[misc]
         try:
-            found = self._known.get(key)
-        except TypeError:
-            found = None
-        if found is None:
-            found = self._known[key] = self._most(wanted, moves=True)
+            return self._schedulable[key]
+        except (KeyError, TypeError):
+            found = self._schedulable[key] = self._most(wanted, moves=True)
         return found
+
+    def _forget(self) -> None:
+        self._available.clear()
+        self._schedulable.clear()
+        self._known_at = self.epoch.value
 
     def _most(self, wanted: Weights, *, moves: bool) -> int:
         weights = {wanted: 1} if isinstance(wanted, str) else {name: positive(weight, f"wanted[{name!r}]") for name, weight in wanted.items()}
