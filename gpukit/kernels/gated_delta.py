@@ -71,7 +71,7 @@ _CONV_FOLD_RECORDS = _verifiers(("conv_fold_record", 128, 64), ("conv_fold_recor
 # WARPS and ROWS of cuda/gated_delta.cuh and its BULK_ and FOLD_ variants, as threads of a block and rows of V that a block works on.
 _THREADS, _TILE = 64, 8
 _BULK_THREADS, _BULK_TILE = 128, 64
-_FOLD_THREADS, _FOLD_TILE = 64, 8
+_FOLD_THREADS, _FOLD_TILE = 32, 8
 # With so many numbers in the states of a call they come in bulk: 128 to 511 heads of 128. Fewer come quicker one by one, more as quick.
 _BULK_NUMBERS = range(1 << 21, 1 << 23)
 # Up to so many blocks, two of an H200's multiprocessor, twice the warps share each one's work.
@@ -767,8 +767,9 @@ def fold(
         return nothing()
     arguments = (
         pool.pointer, pool.layer_stride, pool.slot_stride, pool.slots, log.k_pointer, log.v_pointer, log.gates_pointer, log.rows, log.width,
-        log.key_heads, pool.heads, pool.dim, rows_at, ITEMSIZE[id_type], count, _flags(normalize, pool) | _SETTLED * bool(settled) | hint,
-        state_blocks, pool.conv_pointer, pool.conv_layer_stride, pool.conv_slot_stride, log.conv_pointer, pool.channels, counters,
+        log.key_heads, pool.heads, pool.dim, rows_at, ITEMSIZE[id_type], count, _inverse(pool.heads), _inverse(count),
+        _flags(normalize, pool) | _SETTLED * bool(settled) | hint, state_blocks, pool.conv_pointer, pool.conv_layer_stride, pool.conv_slot_stride,
+        log.conv_pointer, pool.channels, counters,
     )  # fmt: skip
     return _FOLD.launch((), device, choose(stream, rows), state_blocks + history_blocks, _FOLD_THREADS, arguments)
 
@@ -844,6 +845,11 @@ def _convolve_and_record(
 
 def _flags(normalize: bool, pool: StatePool, slots: str = "int32") -> int:
     return _NORMALIZE * bool(normalize) | _BFLOAT16_STATES * (pool.itemsize == 2) | _WIDE_SLOTS * (slots == "int64")
+
+
+def _inverse(divisor: int) -> int:
+    """2^32 / divisor, rounded down to 32 bits."""
+    return min(2**32 // divisor, 2**32 - 1)
 
 
 def _hint(keep: Any) -> int:

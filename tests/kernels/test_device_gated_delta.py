@@ -320,6 +320,23 @@ def test_what_is_skipped_is_counted_and_leaves_everything_alone(card: Any) -> No
     assert np.array_equal(host(card, pool.rec), before) and not host(card, out).any()
 
 
+@pytest.mark.gpu
+def test_a_fold_of_more_rows_than_a_warp_has_lanes_sees_all_of_them(card: Any) -> None:
+    before = states_of((2, 80, 3, 64, 64))
+    pool, log = make_pool(card, before, "layer"), make_log(card, 2, 40, 1, 1, 3, 64)
+    signal = Signal(like=pool.rec)
+    rows = np.stack((np.arange(40), np.arange(40, 80), np.zeros(40, int)), axis=1)
+    # One goes where another comes from, two to the same slot.
+    rows[35, 1], rows[2, 1] = 3, 78
+    gated_delta.fold(pool, log, card.array(rows), signal=signal)
+    assert signal.counts() == {"occupied": 3}
+    expected = before.copy()
+    for row, (source, destination, _) in enumerate(rows):
+        if row not in (2, 35, 38):
+            expected[:, destination] = before[:, source]
+    assert np.array_equal(host(card, pool.rec), expected)
+
+
 @pytest.mark.usefixtures("direct_kernel")
 @pytest.mark.gpu
 def test_who_stands_in_whose_way_is_as_in_the_reference(card: Any) -> None:

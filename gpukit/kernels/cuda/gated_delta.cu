@@ -2,6 +2,7 @@
 
 #include "gated_delta.cuh"
 #include "gated_delta_verify.cuh"
+#include "mma.cuh"
 
 // Tokens one after the other. The state is stored behind the last one, or with `snapshots` behind every one in a slot of its own. What is settled
 // is read before the kernel in front has ended.
@@ -394,9 +395,18 @@ struct Commit {
 
     __device__ __forceinline__ Commit(const void* rows, int64 id_bytes, int64 row)
     {
-        from = load_id(rows, id_bytes, 3 * row);
-        to = load_id(rows, id_bytes, 3 * row + 1);
-        m = load_id(rows, id_bytes, 3 * row + 2);
+        if (id_bytes == 8)
+            load(static_cast<const int64*>(rows) + 3 * row);
+        else
+            load(static_cast<const int*>(rows) + 3 * row);
+    }
+
+    template <class Number>
+    __device__ __forceinline__ void load(const Number* at)
+    {
+        from = __ldg(at);
+        to = __ldg(at + 1);
+        m = __ldg(at + 2);
     }
 
     __device__ __forceinline__ bool is_idle() const
@@ -408,29 +418,103 @@ struct Commit {
     {
         return from < slots && to < slots && m >= 0 && m <= width;
     }
+
+    // Whether it is neither idle nor refused and comes from or goes to a slot: without branches, in which loads that are on their way would be
+    // waited for.
+    __device__ __forceinline__ bool needs(int64 slot, int64 slots, int64 width) const
+    {
+        const bool is_there = static_cast<uint64>(from) < slots & static_cast<uint64>(to) < slots & static_cast<uint64>(m) <= width;
+        return is_there & ((from == slot) | (to == slot)) & ((m != 0) | (from != to));
+    }
 };
 
-__device__ __forceinline__ bool is_taken(const void* rows, int64 id_bytes, int64 count, int64 slots, int64 width, int64 row, int64 to)
+// Whether another row needs the slot that one goes to. `near` is that of the lane's own number, or the last: asked for early.
+__device__ __forceinline__ bool is_taken(
+    const Commit& near, const void* rows, int64 id_bytes, unsigned count, int64 slots, int64 width, unsigned row, int64 to)
 {
-    bool taken = false;
+    const unsigned lane = threadIdx.x % 32;
+    bool taken = (min(lane, count - 1) != row) & near.needs(to, slots, width);
 #pragma unroll 1
-    for (int64 i = threadIdx.x % 32; i < count; i += 32) {
-        const Commit other(rows, id_bytes, i);
-        taken |= i != row && !other.is_idle() && other.is_valid(slots, width) && (other.from == to || other.to == to);
-    }
+    for (unsigned i = lane + 32; i < count; i += 32)
+        taken |= i != row && Commit(rows, id_bytes, i).needs(to, slots, width);
     return __any_sync(0xffffffffu, taken);
 }
 
+// A divisor that the host knows, with 2^32 / divisor, rounded down to 32 bits: a quotient by it is at most one short.
+struct Divisor {
+    unsigned value, inverse;
+
+    __device__ __forceinline__ unsigned quotient(unsigned n) const
+    {
+        const unsigned low = __umulhi(n, inverse);
+        return low + (n - low * value >= value);
+    }
+};
+
+// Tokens of the log on their way to shared memory: a wait for them does not wait for states that registers are to have.
+template <int DIM>
+struct Fetched {
+    struct Token {
+        alignas(16) Bits k[DIM];
+        alignas(16) Bits v[FOLD_TILE];
+        float2 gates;
+    };
+
+    Token tokens[32 / QUARTER];
+
+    // A quarter of the warp copies its token.
+    __device__ __forceinline__ void fetch(const Bits* k, const Bits* v, const float2* gates)
+    {
+        const int lane = threadIdx.x % QUARTER;
+        Token& token = tokens[threadIdx.x / QUARTER];
+#pragma unroll
+        for (int i = 0; i < DIM / 8 / QUARTER; i++)
+            copy_later(token.k + 8 * (QUARTER * i + lane), k + 8 * (QUARTER * i + lane), true);
+        static_assert(FOLD_TILE % 8 == 0 && FOLD_TILE / 8 < QUARTER);
+        if (lane < FOLD_TILE / 8)
+            copy_later(token.v + 8 * lane, v + 8 * lane, true);
+        else if (lane == FOLD_TILE / 8)
+            asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(&token.gates)), "l"(gates) : "memory");
+    }
+
+    // As what is prepared next. Nothing comes of what has not been fetched.
+    template <class Part>
+    __device__ __forceinline__ void load(Part& part) const
+    {
+        const int lane = threadIdx.x % QUARTER;
+        const Token& token = tokens[threadIdx.x / QUARTER];
+#pragma unroll
+        for (int i = 0; i < DIM / 4 / QUARTER; i++)
+            part.k.words[i] = reinterpret_cast<const uint2*>(token.k)[QUARTER * i + lane];
+#pragma unroll
+        for (int i = 0; i < FOLD_TILE / QUARTER; i++)
+            part.v[i] = token.v[QUARTER * i + lane];
+        part.g = token.gates.x;
+        part.beta = token.gates.y;
+    }
+};
+
+template <int DIM>
+struct FoldMemory {
+    Fetched<DIM> fetched;
+    Tokens<DIM, FOLD_WARPS, FOLD_TILE, false, QUARTER> tokens;
+};
+
 template <int DIM>
 __device__ __forceinline__ void fold(
-    void* memory, const States& states, int64 layer_stride, const Log& log, int64 log_rows, const void* rows, int64 id_bytes, int64 row_count,
-    bool normalize, bool settled, int64* signal)
+    FoldMemory<DIM>& memory, const States& states, int64 layer_stride, const Log& log, unsigned log_rows, const void* rows, int64 id_bytes,
+    Divisor row_count, Divisor heads, bool normalize, bool settled, int64* signal)
 {
-    const Place<DIM, FOLD_WARPS, FOLD_ROWS, LANES> place(blockIdx.x, static_cast<unsigned>(log.heads));
-    auto& shared = *static_cast<Tokens<DIM, FOLD_WARPS, FOLD_TILE, false>*>(memory);
-    const unsigned layer = static_cast<unsigned>(place.item) / static_cast<unsigned>(row_count);
-    const unsigned row = static_cast<unsigned>(place.item) % static_cast<unsigned>(row_count);
+    static_assert(FOLD_WARPS == 1);
+    using FoldPlace = Place<DIM, FOLD_WARPS, FOLD_ROWS, LANES>;
+    auto& shared = memory.tokens;
+    const unsigned block = blockIdx.x / FoldPlace::tiles;
+    const unsigned item = heads.quotient(block);
+    const FoldPlace place(item, block - item * heads.value, blockIdx.x % FoldPlace::tiles);
+    const unsigned layer = row_count.quotient(item), row = item - layer * row_count.value;
+    // All rows are on their way at once.
     const Commit commit(rows, id_bytes, row);
+    const Commit near(rows, id_bytes, min(threadIdx.x % 32, row_count.value - 1));
     if (commit.is_idle())
         return;
     if (!commit.is_valid(states.slots, log.width)) {
@@ -438,36 +522,59 @@ __device__ __forceinline__ void fold(
             count(signal, OUT_OF_RANGE);
         return;
     }
-    const int64 at = layer * layer_stride + place.state();
-    float4 state[FOLD_ROWS][DIM / 4 / LANES];
-    states.load<DIM, LANES>(state, at + commit.from * states.slot_stride);
-    const int64 logged = layer * log_rows + row;
-    Part<DIM, FOLD_TILE, false> part{};
-    if (shared.mine() < commit.m)
-        part.load(source_of<DIM>(log, place, logged, shared.mine()));
-    if (row_count > 1 && is_taken(rows, id_bytes, row_count, states.slots, log.width, row, commit.to)) {
+    if (row_count.value > 1 && is_taken(near, rows, id_bytes, row_count.value, states.slots, log.width, row, commit.to)) {
         if (layer == 0 && place.is_first())
             count(signal, OCCUPIED);
         return;
     }
-    replay<DIM>(state, shared, part, log, place, logged, static_cast<int>(commit.m), normalize, states.are_bfloat16);
+    const int m = static_cast<int>(commit.m);
+    const unsigned entry = (layer * log_rows + row) * static_cast<unsigned>(log.width);
+    const unsigned key_heads = static_cast<unsigned>(log.key_heads);
+    const unsigned key_head = heads.quotient(place.head * key_heads);
+    const auto fetch = [&](int t) {
+        if (t < m) {
+            // More entries, or heads of them, than 32 bits count, no memory holds.
+            const unsigned at = (entry + t) * heads.value + place.head;
+            const int64 keys = (entry + t) * key_heads + key_head;
+            memory.fetched.fetch(log.k + keys * DIM, log.v + static_cast<int64>(at) * DIM + place.tile * place.rows, log.gates + at);
+        }
+    };
+    fetch(shared.mine());
+    const int64 at = layer * layer_stride + place.state();
+    float4 state[FOLD_ROWS][DIM / 4 / LANES];
+    states.load<DIM, LANES>(state, at + static_cast<unsigned>(commit.from) * states.slot_stride);
+#pragma unroll 1
+    for (int first = 0; first < m; first += shared.count) {
+        wait_for_copies();
+        shared.synchronize();
+        // Tokens are prepared while the state is on its way.
+        typename Tokens<DIM, FOLD_WARPS, FOLD_TILE, false, QUARTER>::Part part;
+        memory.fetched.load(part);
+        shared.share(part, normalize);
+        shared.synchronize();
+        fetch(first + shared.count + shared.mine());
+        float nothing[FOLD_ROWS];
+#pragma unroll 1
+        for (int t = 0; t < min(shared.count, m - first); t++)
+            advance<DIM, LANES, false>(state, shared, t, place.lane, place.first_row % FOLD_TILE, states.are_bfloat16, 1.0f, nothing);
+    }
     if (!settled)
         release_successor();
-    states.store<DIM, LANES>(state, at + commit.to * states.slot_stride);
+    states.store<DIM, LANES>(state, at + static_cast<unsigned>(commit.to) * states.slot_stride);
 }
 
 // The last three columns seen, after m more: eight channels a thread. `signal` is for when there are no states that count.
 __device__ __forceinline__ void fold_history(
     unsigned block, Bits* pool, int64 layer_stride, int64 slot_stride, int64 slots, const Bits* log, int64 log_rows, int64 width,
-    int64 channels, const void* rows, int64 id_bytes, int64 row_count, int64* signal)
+    int64 channels, const void* rows, int64 id_bytes, Divisor row_count, int64* signal)
 {
     const unsigned vectors = static_cast<unsigned>(channels / 8);
     const unsigned pieces = (vectors + 32 * FOLD_WARPS - 1) / (32 * FOLD_WARPS);
-    const unsigned vector = block % pieces * (32 * FOLD_WARPS) + threadIdx.x;
-    const unsigned layer = block / pieces / static_cast<unsigned>(row_count);
-    const unsigned row = block / pieces % static_cast<unsigned>(row_count);
+    const unsigned item = block / pieces, layer = row_count.quotient(item), row = item - layer * row_count.value;
+    const unsigned vector = (block - item * pieces) * (32 * FOLD_WARPS) + threadIdx.x;
     const Commit commit(rows, id_bytes, row);
-    const bool counts = block % pieces == 0 && layer == 0 && threadIdx.x == 0;
+    const Commit near(rows, id_bytes, min(threadIdx.x % 32, row_count.value - 1));
+    const bool counts = block == item * pieces && layer == 0 && threadIdx.x == 0;
     if (commit.is_idle())
         return;
     if (!commit.is_valid(slots, width)) {
@@ -475,7 +582,7 @@ __device__ __forceinline__ void fold_history(
             count(signal, OUT_OF_RANGE);
         return;
     }
-    if (row_count > 1 && is_taken(rows, id_bytes, row_count, slots, width, row, commit.to)) {
+    if (row_count.value > 1 && is_taken(near, rows, id_bytes, row_count.value, slots, width, row, commit.to)) {
         if (counts)
             count(signal, OCCUPIED);
         return;
@@ -512,6 +619,8 @@ extern "C" __global__ void __launch_bounds__(32 * FOLD_WARPS, FOLD_BLOCKS) gpuki
     const void* rows,      // [R, 3]
     int64 id_bytes,
     int64 row_count,
+    int64 heads_inverse,   // 2^32 / heads, as a Divisor has it
+    int64 rows_inverse,    // 2^32 / row_count
     int64 flags,
     int64 state_blocks,    // the blocks before this one fold states, the rest histories
     Bits* histories,       // [layers, slots, 3, C]
@@ -521,23 +630,27 @@ extern "C" __global__ void __launch_bounds__(32 * FOLD_WARPS, FOLD_BLOCKS) gpuki
     int64 channels,
     int64* signal)
 {
-    // What is settled needs no kernel in front, but whoever waits for this one waits for that one too.
+    // What is settled needs no kernel in front, but whoever waits for this one waits for that one too: its last block, which ends it, waits.
     if (flags & SETTLED)
         release_successor();
     else
         wait_for_predecessor();
+    const Divisor row_divisor{static_cast<unsigned>(row_count), static_cast<unsigned>(rows_inverse)};
     if (blockIdx.x < state_blocks) {
+        const Divisor head_divisor{static_cast<unsigned>(heads), static_cast<unsigned>(heads_inverse)};
         const Log log{log_k, log_v, log_gates, width, key_heads, heads};
-        __shared__ Tokens<128, FOLD_WARPS, FOLD_TILE, false> memory;
+        __shared__ FoldMemory<128> memory;
         const States states{pool, slot_stride, slots, (flags & BFLOAT16_STATES) != 0, 0, upper_half(flags)};
         if (dim == 128)
-            fold<128>(&memory, states, layer_stride, log, log_rows, rows, id_bytes, row_count, flags & NORMALIZE, flags & SETTLED, signal);
+            fold<128>(memory, states, layer_stride, log, static_cast<unsigned>(log_rows), rows, id_bytes, row_divisor, head_divisor,
+                      flags & NORMALIZE, flags & SETTLED, signal);
         else
-            fold<64>(&memory, states, layer_stride, log, log_rows, rows, id_bytes, row_count, flags & NORMALIZE, flags & SETTLED, signal);
+            fold<64>(reinterpret_cast<FoldMemory<64>&>(memory), states, layer_stride, log, static_cast<unsigned>(log_rows), rows, id_bytes, row_divisor, head_divisor,
+                      flags & NORMALIZE, flags & SETTLED, signal);
     } else {
         fold_history(blockIdx.x - static_cast<unsigned>(state_blocks), histories, history_layer_stride, history_slot_stride, slots, log_conv,
-                     log_rows, width, channels, rows, id_bytes, row_count, state_blocks ? nullptr : signal);
+                     log_rows, width, channels, rows, id_bytes, row_divisor, state_blocks ? nullptr : signal);
     }
-    if (flags & SETTLED)
+    if (flags & SETTLED && blockIdx.x == gridDim.x - 1)
         wait_for_predecessor();
 }

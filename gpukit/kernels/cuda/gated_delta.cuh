@@ -1,6 +1,6 @@
 // States of the gated delta rule and how they go past tokens. A few lanes share a row of V, a warp holds several rows side by side, so a sum along
-// K is a sum in a thread's registers and two or three exchanges. What a token needs once a head (widened keys, norms, decay) half a warp works
-// out for its block while the state is on its way. `advance` takes a state past one token, for every kernel that writes states. Each of its
+// K is a sum in a thread's registers and two or three exchanges. What a token needs once a head (widened keys, norms, decay) half a warp, or a
+// quarter, works out for its block while the state is on its way. `advance` takes a state past one token, for every kernel that writes states. Each of its
 // operations is spelled out, and none depends on what else a thread holds, so states are the same to the bit whoever computes them.
 
 #pragma once
@@ -18,8 +18,9 @@ constexpr int ROWS = 1;
 constexpr int BULK_WARPS = 4;
 constexpr int BULK_ROWS = 4;
 constexpr int BULK_ROWS_AT_ONCE = 2;
-constexpr int FOLD_WARPS = 2;
-constexpr int FOLD_ROWS = 1;
+// A warp by itself waits for no other, and two rows a lane keep more of memory on its way than registers for one would.
+constexpr int FOLD_WARPS = 1;
+constexpr int FOLD_ROWS = 2;
 constexpr int RECORD_WARPS = 2;
 // A lane may hold two of the tensor cores' 16 rows, or one, and leave half of them empty: then twice the warps share a block's work, which is
 // quicker while multiprocessors have only a block or two.
@@ -33,7 +34,7 @@ constexpr int LARGE_RECORD_WARPS = 4;
 constexpr bool IS_HOPPER = __CUDA_ARCH__ == 900;
 constexpr int DIRECT_BLOCKS = IS_HOPPER ? 14 : 12;
 constexpr int BULK_BLOCKS = 4;
-constexpr int FOLD_BLOCKS = IS_HOPPER ? 16 : 14;
+constexpr int FOLD_BLOCKS = 20;
 constexpr int RECORD_BLOCKS = IS_HOPPER ? 8 : 6;
 constexpr int LARGE_RECORD_BLOCKS = IS_HOPPER ? 4 : 3;
 constexpr int LONG_FOLD_RECORD_BLOCKS = 6;
@@ -49,6 +50,9 @@ constexpr float LEAST_GATE = -100.0f;
 constexpr int LANES = 8;
 constexpr int RECORD_LANES = 4;
 constexpr int SUM_LANES = 8;
+// Lanes that prepare a token: half a warp, or, where a warp is all of a block, a quarter. Sums have the tree of half a warp.
+constexpr int HALF = 16;
+constexpr int QUARTER = 8;
 // Rows of V that a block works on.
 constexpr int TILE = WARPS * 32 / LANES * ROWS;
 constexpr int BULK_TILE = BULK_WARPS * 32 / LANES * BULK_ROWS;
@@ -92,6 +96,12 @@ struct Place {
         item = before;
         lane = threadIdx.x % LANES;
         first_row = tile * rows + threadIdx.x / 32 * groups * ROWS + threadIdx.x % 32 / LANES;
+    }
+
+    __device__ __forceinline__ Place(unsigned item, unsigned head, unsigned tile)
+        : item(item), head(static_cast<int>(head)), tile(static_cast<int>(tile)), lane(threadIdx.x % LANES)
+    {
+        first_row = this->tile * rows + threadIdx.x / 32 * groups * ROWS + threadIdx.x % 32 / LANES;
     }
 
     // Element of a state [heads, V, K] where the thread's first row begins.
@@ -173,11 +183,12 @@ __device__ __forceinline__ float sum_along(const float4 (&row)[STEPS], const flo
     return all[0];
 }
 
-// A sum over half a warp; every lane of it has the result.
-__device__ __forceinline__ float sum_half(float value)
+// A sum over half a warp or what follows of it over a quarter; every lane has the result.
+template <int LANES>
+__device__ __forceinline__ float sum_over(float value)
 {
 #pragma unroll
-    for (int mask = 8; mask > 0; mask /= 2)
+    for (int mask = LANES / 2; mask > 0; mask /= 2)
         value = __fadd_rn(value, __shfl_xor_sync(0xffffffffu, value, mask));
     return value;
 }
@@ -191,64 +202,75 @@ struct Source {
     float beta;
 };
 
-// A lane's share of a key or query that half a warp reads: DIM / 16 numbers.
-template <int DIM>
+// A lane's share of a key or query that so many lanes read: DIM / LANES numbers.
+template <int DIM, int LANES>
 struct Share {
-    uint2 words[DIM / 64];
+    static constexpr int COUNT = DIM / 4 / LANES;
+    static constexpr int SUMS = HALF / LANES;
+    uint2 words[COUNT];
 
     __device__ __forceinline__ void load(const Bits* vector, int lane)
     {
 #pragma unroll
-        for (int i = 0; i < DIM / 64; i++)
-            words[i] = __ldg(reinterpret_cast<const uint2*>(vector) + 16 * i + lane);
+        for (int i = 0; i < COUNT; i++)
+            words[i] = __ldg(reinterpret_cast<const uint2*>(vector) + LANES * i + lane);
     }
 
     __device__ __forceinline__ void store(float4* to, int lane) const
     {
 #pragma unroll
-        for (int i = 0; i < DIM / 64; i++)
-            to[16 * i + lane] = widen(words[i]);
+        for (int i = 0; i < COUNT; i++)
+            to[LANES * i + lane] = widen(words[i]);
     }
 
+    // A lane of a quarter has what two of a half would have, and adds that first, as they do.
     __device__ __forceinline__ float times(const Share& other) const
     {
-        float sum = dot(widen(words[0]), widen(other.words[0]));
+        float sums[SUMS];
 #pragma unroll
-        for (int i = 1; i < DIM / 64; i++)
-            sum = __fadd_rn(sum, dot(widen(words[i]), widen(other.words[i])));
-        return sum_half(sum);
+        for (int i = 0; i < SUMS; i++) {
+            sums[i] = dot(widen(words[i]), widen(other.words[i]));
+#pragma unroll
+            for (int j = i + SUMS; j < COUNT; j += SUMS)
+                sums[i] = __fadd_rn(sums[i], dot(widen(words[j]), widen(other.words[j])));
+        }
+        if constexpr (SUMS == 2)
+            sums[0] = __fadd_rn(sums[0], sums[1]);
+        return sum_over<LANES>(sums[0]);
     }
 };
 
-// What half a warp reads of a token that it prepares: key, query, values of the block's rows, gates.
-template <int DIM, int TILE, bool outputs>
+// What half or a quarter of a warp reads of a token that it prepares: key, query, values of the block's rows, gates.
+template <int DIM, int TILE, bool outputs, int LANES = HALF>
 struct Part {
-    Share<DIM> k;
-    Share<outputs ? DIM : 64> q;
-    Bits v[(TILE + 15) / 16];
+    static constexpr int VALUES = (TILE + LANES - 1) / LANES;
+    Share<DIM, LANES> k;
+    Share<outputs ? DIM : 64, LANES> q;
+    Bits v[VALUES];
     float g;
     float beta;
 
     __device__ __forceinline__ void load(const Source& source)
     {
-        const int lane = threadIdx.x % 16;
+        const int lane = threadIdx.x % LANES;
         k.load(source.k, lane);
         if constexpr (outputs)
             q.load(source.q, lane);
 #pragma unroll
-        for (int i = 0; i < (TILE + 15) / 16; i++)
-            if (TILE % 16 == 0 || lane < TILE)
-                v[i] = __ldg(source.v + 16 * i + lane);
+        for (int i = 0; i < VALUES; i++)
+            if (TILE % LANES == 0 || lane < TILE)
+                v[i] = __ldg(source.v + LANES * i + lane);
         g = source.g;
         beta = source.beta;
     }
 };
 
-// The tokens that a block goes past next, each prepared by half a warp.
-template <int DIM, int WARPS, int TILE, bool outputs>
+// The tokens that a block goes past next, each prepared by so many lanes.
+template <int DIM, int WARPS, int TILE, bool outputs, int LANES = HALF>
 struct Tokens {
-    static constexpr int count = 2 * WARPS;
-    using Part = ::Part<DIM, TILE, outputs>;
+    static constexpr int of_warp = 32 / LANES;
+    static constexpr int count = of_warp * WARPS;
+    using Part = ::Part<DIM, TILE, outputs, LANES>;
 
     float4 k[count][DIM / 4];
     float4 q[outputs ? count : 1][DIM / 4];
@@ -259,13 +281,22 @@ struct Tokens {
     // Which token of those is the thread's.
     static __device__ __forceinline__ int mine()
     {
-        return threadIdx.x / 16;
+        return threadIdx.x / LANES;
+    }
+
+    // What a thread has written, all of the block may read.
+    static __device__ __forceinline__ void synchronize()
+    {
+        if constexpr (WARPS == 1)
+            __syncwarp();
+        else
+            __syncthreads();
     }
 
     // All threads of a warp come here, or none.
     __device__ __forceinline__ void share(const Part& part, bool normalize)
     {
-        const int t = mine(), lane = threadIdx.x % 16;
+        const int t = mine(), lane = threadIdx.x % LANES;
         part.k.store(k[t], lane);
         const float key_scale = normalize ? rsqrtf(__fadd_rn(part.k.times(part.k), EPSILON)) : 1.0f;
         float query_scale = 1.0f;
@@ -277,9 +308,9 @@ struct Tokens {
         }
         gates[t] = make_float4(expf(part.g), part.beta, key_scale, query_scale);
 #pragma unroll
-        for (int i = 0; i < (TILE + 15) / 16; i++)
-            if (TILE % 16 == 0 || lane < TILE)
-                v[t][16 * i + lane] = bf16_to_float(part.v[i]);
+        for (int i = 0; i < Part::VALUES; i++)
+            if (TILE % LANES == 0 || lane < TILE)
+                v[t][LANES * i + lane] = bf16_to_float(part.v[i]);
     }
 
     // Share the tokens from `first` on, of which `part` is the thread's; then it is that of the ones behind them, the first of which is returned. All
@@ -288,10 +319,10 @@ struct Tokens {
     __device__ __forceinline__ int take_turn(Part& part, int first, int tokens, bool normalize, const SourceOf& source_of)
     {
         if (first > 0)
-            __syncthreads();
-        if (first + mine() / 2 * 2 < tokens)
+            synchronize();
+        if (first + mine() / of_warp * of_warp < tokens)
             share(part, normalize);
-        __syncthreads();
+        synchronize();
         const int next = first + count;
         if (next + mine() < tokens)
             part.load(source_of(next + mine()));
@@ -301,9 +332,9 @@ struct Tokens {
 
 // Take the state past a prepared token; `rounds`, if it is kept as bfloat16. With outputs, those of the rows: taken from the old state in the
 // same pass, as a (S q) + d (k q).
-template <int DIM, int LANES, bool outputs, int ROWS, int WARPS, int TILE>
+template <int DIM, int LANES, bool outputs, int ROWS, int WARPS, int TILE, int PREPARING>
 __device__ __forceinline__ void advance(
-    float4 (&state)[ROWS][DIM / 4 / LANES], const Tokens<DIM, WARPS, TILE, outputs>& tokens, int i, int lane, int row, bool rounds,
+    float4 (&state)[ROWS][DIM / 4 / LANES], const Tokens<DIM, WARPS, TILE, outputs, PREPARING>& tokens, int i, int lane, int row, bool rounds,
     float scale, float (&out)[ROWS])
 {
     constexpr int STEPS = DIM / 4 / LANES;
