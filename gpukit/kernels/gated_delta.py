@@ -200,7 +200,7 @@ def direct(
     flags = _flags(normalize, pool, id_type) | _SETTLED * bool(settled)
     arguments = (
         *inputs, out_at, items, tokens, key_heads, pool.heads, pool.dim, states_at(pool, layer), pool.slot_stride, pool.slots,
-        slots_at, destination_at, ahead, float_bits(scale) | hint, flags, counters,
+        slots_at, destination_at, ahead, float_bits(scale) | hint, flags, counters, _inverse(pool.heads),
     )  # fmt: skip
     heads = items * pool.heads
     if heads * pool.dim * pool.dim in _BULK_NUMBERS:

@@ -59,10 +59,11 @@ def test_all_ways_past_the_tokens_are_the_same(card: Any, key_heads: int, heads:
         assert np.array_equal(host(card, getattr(log, name))[0], batch[name]), name
     assert np.array_equal(host(card, log.gates)[0], np.stack((batch["g"], batch["beta"]), axis=-1))
     for m in range(tokens + 1):
-        committed = make_pool(card, before, "page")
-        gated_delta.fold(committed, log, card.array(np.stack((slots, slots, [m, tokens - m]), axis=1)))
-        found = host(card, committed.rec)
-        assert np.array_equal(found[0, 4], states[m][0, 4]) and np.array_equal(found[0, 1], states[tokens - m][0, 1])
+        for settled in (False, True):
+            committed = make_pool(card, before, "page")
+            gated_delta.fold(committed, log, card.array(np.stack((slots, slots, [m, tokens - m]), axis=1)), settled=settled)
+            found = host(card, committed.rec)
+            assert np.array_equal(found[0, 4], states[m][0, 4]) and np.array_equal(found[0, 1], states[tokens - m][0, 1]), settled
         for exact in (False, True):
             committed, again = make_pool(card, before, "layer"), make_log(card, 1, 2, tokens, key_heads, heads, dim)
             counts = card.array(np.array([m, tokens - m], np.int32))

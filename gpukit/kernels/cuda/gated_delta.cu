@@ -5,22 +5,29 @@
 #include "mma.cuh"
 
 // Tokens one after the other. The state is stored behind the last one, or with `snapshots` behind every one in a slot of its own. What is settled
-// is read before the kernel in front has ended.
-template <int DIM, bool snapshots, bool settled>
+// is read before the kernel in front has ended. `heads` is a number or a Divisor.
+template <int DIM, bool snapshots, bool settled, class Heads>
 __device__ __forceinline__ void direct(
-    void* memory, const Batch& batch, const States& states, const void* source, const void* destination, int64 id_bytes, float scale,
-    bool normalize, int64* signal)
+    void* memory, const Batch& batch, Heads heads, const States& states, const void* source, const void* destination, int64 id_bytes,
+    float scale, bool normalize, int64* signal)
 {
-    const Place<DIM, WARPS, ROWS, LANES> place(blockIdx.x, static_cast<unsigned>(batch.heads));
-    auto& shared = *static_cast<Tokens<DIM, WARPS, TILE, true>*>(memory);
+    const Place<DIM, WARPS, ROWS, LANES> place(blockIdx.x, heads);
+    int key_head = 0;
+    if constexpr (!snapshots)
+        key_head = batch.key_head(place.head, heads);
+    auto& shared = *static_cast<Tokens<DIM, WARPS, TILE, true, HALF, !snapshots>*>(memory);
     const int tokens = static_cast<int>(batch.tokens);
-    typename Tokens<DIM, WARPS, TILE, true>::Part part{};
+    Part<DIM, TILE, true> part{};
     const auto wait_and_load = [&] {
         wait_for_predecessor();
         if constexpr (settled)
             release_successor();
-        if (shared.mine() < tokens)
-            part.load(source_of<DIM>(batch, place, shared.mine()));
+        if (shared.mine() < tokens) {
+            if constexpr (snapshots)
+                part.load(source_of<DIM>(batch, place, shared.mine()));
+            else
+                part.load(addresses_of<DIM>(batch, place, shared.mine(), key_head).load());
+        }
     };
     if constexpr (!settled)
         wait_and_load();
@@ -77,24 +84,27 @@ __device__ __forceinline__ void direct(
 template <int DIM>
 struct BulkMemory {
     Rows<DIM> rows[BULK_WARPS];
-    Tokens<DIM, BULK_WARPS, BULK_TILE, true> tokens;
+    Tokens<DIM, BULK_WARPS, BULK_TILE, true, HALF, true> tokens;
 };
 
-// The same for a batch of many heads: a block has more rows than its registers hold, and all of them are on their way at once. With settled states
-// those that the next call will want follow when they have come, while both wait for the kernel in front.
+// The same for a batch of many heads: a block has all of its rows on their way before it has registers for them. With settled states those that the
+// next call will want follow when they have come, and only what needs the tokens is left for when the kernel in front has ended.
 template <int DIM>
 __device__ __forceinline__ void direct_in_bulk(
-    BulkMemory<DIM>& memory, const Batch& batch, const States& states, const void* source, const void* destination, int64 id_bytes, float scale,
-    bool normalize, bool settled, int64* signal)
+    BulkMemory<DIM>& memory, const Batch& batch, Divisor heads, const States& states, const void* source, const void* destination, int64 id_bytes,
+    float scale, bool normalize, bool settled, int64* signal)
 {
-    const Place<DIM, BULK_WARPS, BULK_ROWS, LANES> place(blockIdx.x, static_cast<unsigned>(batch.heads));
+    Place<DIM, BULK_WARPS, BULK_ROWS, LANES> place(blockIdx.x, heads);
+    const auto addresses = [&](int t) { return addresses_of<DIM>(batch, place, t, batch.key_head(place.head, heads)); };
     Rows<DIM>& rows = memory.rows[threadIdx.x / 32];
     auto& shared = memory.tokens;
     const int tokens = static_cast<int>(batch.tokens);
-    const bool rounds = states.are_bfloat16;
+    // Blocks side by side have their first token prepared by different warps, so that not all wait for one scheduler.
+    const int mine = (shared.mine() + shared.of_warp * (blockIdx.x ^ blockIdx.x / 128)) % shared.count;
+    rows.prepare();
     if (!settled)
         wait_for_predecessor();
-    const int64 from = load_id(source, id_bytes, place.item), to = load_id(destination, id_bytes, place.item);
+    const int64 from = load_id_in_order(source, id_bytes, place.item), to = load_id_in_order(destination, id_bytes, place.item);
     const bool is_padding = from < 0 || to < 0;
     if (is_padding || from >= states.slots || to >= states.slots) {
         if (settled)
@@ -103,44 +113,70 @@ __device__ __forceinline__ void direct_in_bulk(
             count(signal, OUT_OF_RANGE);
         return clear_outputs(batch, place, 0);
     }
+    // More slots than 32 bits count, no memory holds, and registers are short.
+    const unsigned own_slot = static_cast<unsigned>(to);
     rows.fetch(states, from * states.slot_stride + place.warp_state());
-    if (settled && states.prefetch)
+    const auto is_in_the_way = [&] {
+        return batch.items > 1 && is_taken(source, destination, id_bytes, batch.items, 1, false, states.slots, place.item, to);
+    };
+    const bool is_ahead = settled && states.prefetch;
+    bool taken = false;
+    float4 state[BULK_ROWS][DIM / 4 / LANES];
+    if (settled)
+        taken = is_in_the_way();
+    if (is_ahead)
         rows.wait();
     states.fetch_next<DIM>(from * states.slot_stride + place.block_state(), place.rows);
+    if (is_ahead)
+        rows.load(state, states.are_bfloat16);
+    Addresses inputs = addresses(mine);
+    inputs.settle();
     if (settled) {
         wait_for_predecessor();
         release_successor();
     }
     Part<DIM, BULK_TILE, true> part{};
-    if (shared.mine() < tokens)
-        part.load(source_of<DIM>(batch, place, shared.mine()));
-    if (batch.items > 1 && is_taken(source, destination, id_bytes, batch.items, 1, false, states.slots, place.item, to)) {
+    if (mine < tokens)
+        part.load(inputs.load());
+    if (!settled)
+        taken = is_in_the_way();
+    if (taken) {
         if (place.is_first())
             count(signal, OCCUPIED);
         rows.wait();
         return clear_outputs(batch, place, 0);
     }
-#pragma unroll 1
-    for (int first = 0; first == 0 || first < tokens; first += shared.count) {
-        const int next = shared.take_turn(part, first, tokens, normalize, [&](int t) { return source_of<DIM>(batch, place, t); });
-        if (first == 0)
-            rows.wait();
-#pragma unroll 1
-        for (int r = 0; r < BULK_ROWS; r += BULK_ROWS_AT_ONCE) {
-            float4 state[BULK_ROWS_AT_ONCE][DIM / 4 / LANES];
-            rows.load(state, r, rounds);
-#pragma unroll 1
-            for (int t = first; t < min(next, tokens); t++) {
-                float output[BULK_ROWS_AT_ONCE];
-                advance<DIM, LANES, true>(state, shared, t - first, place.lane, place.first_row % BULK_TILE + place.groups * r, rounds, scale, output);
-                store_output(batch, place, t, r, output);
-            }
-            if (next >= tokens)
-                states.store<DIM, LANES>(state, to * states.slot_stride + place.state() + place.groups * r * DIM);
-            else
-                rows.store(state, r, rounds);
-        }
+    if (mine / shared.of_warp * shared.of_warp < tokens)
+        shared.share(part, normalize, mine);
+    shared.synchronize();
+    if (!is_ahead) {
+        rows.wait();
+        rows.load(state, states.are_bfloat16);
     }
+    const auto go_past = [&](int first) {
+#pragma unroll 1
+        for (int t = first; t < min(first + shared.count, tokens); t++) {
+            float output[BULK_ROWS];
+            advance<DIM, LANES, true>(state, shared, t - first, place.lane, place.first_row % BULK_TILE, states.are_bfloat16, scale, output);
+            store_output(batch, place, t, 0, output);
+        }
+    };
+    go_past(0);
+    // Tokens of a later turn are not asked for before the one in front is over: beside the state there are no registers for them.
+#pragma unroll 1
+    for (int first = shared.count; first < tokens; first += shared.count) {
+        place.forget();
+        shared.synchronize();
+        if (first + mine / shared.of_warp * shared.of_warp < tokens) {
+            Part<DIM, BULK_TILE, true> later{};
+            if (first + mine < tokens)
+                later.load(addresses(first + mine).load());
+            shared.share(later, normalize, mine);
+        }
+        shared.synchronize();
+        go_past(first);
+    }
+    states.store<DIM, LANES>(state, own_slot * states.slot_stride + place.state());
     if (!settled)
         release_successor();
 }
@@ -169,51 +205,56 @@ __device__ __forceinline__ void direct_in_bulk(
     int64 flags,                                                                                                                      \
     int64 *signal
 
+// `heads_inverse` is 2^32 / heads, as a Divisor has it.
+#define GPUKIT_HEADS const Divisor head_divisor{static_cast<unsigned>(heads), static_cast<unsigned>(heads_inverse)}
+
 #define GPUKIT_STATES                                                                                                                 \
     const States states{pool, slot_stride, slots, (flags & BFLOAT16_STATES) != 0, prefetch, upper_half(scale)};                       \
     const float scale_of_outputs = __int_as_float(static_cast<int>(scale))
 
 // `destination` holds a slot a sequence, here and in bulk.
-extern "C" __global__ void __launch_bounds__(32 * WARPS, DIRECT_BLOCKS) gpukit_direct(GPUKIT_DIRECT_PARAMETERS)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, DIRECT_BLOCKS) gpukit_direct(GPUKIT_DIRECT_PARAMETERS, int64 heads_inverse)
 {
     GPUKIT_BATCH;
-    __shared__ Tokens<128, WARPS, TILE, true> memory;
+    __shared__ Tokens<128, WARPS, TILE, true, HALF, true> memory;
     GPUKIT_STATES;
+    GPUKIT_HEADS;
     if (dim == 128 && flags & SETTLED)
-        direct<128, false, true>(&memory, batch, states, source, destination, id_bytes_of(flags, WIDE_SLOTS), scale_of_outputs,
+        direct<128, false, true>(&memory, batch, head_divisor, states, source, destination, id_bytes_of(flags, WIDE_SLOTS), scale_of_outputs,
             flags & NORMALIZE, signal);
     else if (dim == 128)
-        direct<128, false, false>(&memory, batch, states, source, destination, id_bytes_of(flags, WIDE_SLOTS), scale_of_outputs,
+        direct<128, false, false>(&memory, batch, head_divisor, states, source, destination, id_bytes_of(flags, WIDE_SLOTS), scale_of_outputs,
             flags & NORMALIZE, signal);
     else
-        direct<64, false, false>(&memory, batch, states, source, destination, id_bytes_of(flags, WIDE_SLOTS), scale_of_outputs,
+        direct<64, false, false>(&memory, batch, head_divisor, states, source, destination, id_bytes_of(flags, WIDE_SLOTS), scale_of_outputs,
             flags & NORMALIZE, signal);
 }
 
-extern "C" __global__ void __launch_bounds__(32 * BULK_WARPS, BULK_BLOCKS) gpukit_direct_bulk(GPUKIT_DIRECT_PARAMETERS)
+extern "C" __global__ void __launch_bounds__(32 * BULK_WARPS, BULK_BLOCKS) gpukit_direct_bulk(GPUKIT_DIRECT_PARAMETERS, int64 heads_inverse)
 {
     GPUKIT_BATCH;
     __shared__ BulkMemory<128> memory;
     GPUKIT_STATES;
+    GPUKIT_HEADS;
     if (dim == 128)
-        direct_in_bulk<128>(memory, batch, states, source, destination, id_bytes_of(flags, WIDE_SLOTS), scale_of_outputs, flags & NORMALIZE,
-                            flags & SETTLED, signal);
+        direct_in_bulk<128>(memory, batch, head_divisor, states, source, destination, id_bytes_of(flags, WIDE_SLOTS), scale_of_outputs,
+                            flags & NORMALIZE, flags & SETTLED, signal);
     else
-        direct_in_bulk<64>(reinterpret_cast<BulkMemory<64>&>(memory), batch, states, source, destination, id_bytes_of(flags, WIDE_SLOTS),
-                           scale_of_outputs, flags & NORMALIZE, flags & SETTLED, signal);
+        direct_in_bulk<64>(reinterpret_cast<BulkMemory<64>&>(memory), batch, head_divisor, states, source, destination,
+                           id_bytes_of(flags, WIDE_SLOTS), scale_of_outputs, flags & NORMALIZE, flags & SETTLED, signal);
 }
 
 // `destination` holds a slot a token.
-extern "C" __global__ void __launch_bounds__(32 * WARPS, DIRECT_BLOCKS) gpukit_snapshot(GPUKIT_DIRECT_PARAMETERS)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, EXACT_BLOCKS) gpukit_snapshot(GPUKIT_DIRECT_PARAMETERS)
 {
     GPUKIT_BATCH;
     __shared__ Tokens<128, WARPS, TILE, true> memory;
     GPUKIT_STATES;
     if (dim == 128)
-        direct<128, true, false>(&memory, batch, states, source, destination, id_bytes_of(flags, WIDE_SLOTS), scale_of_outputs,
+        direct<128, true, false>(&memory, batch, static_cast<unsigned>(heads), states, source, destination, id_bytes_of(flags, WIDE_SLOTS), scale_of_outputs,
             flags & NORMALIZE, signal);
     else
-        direct<64, true, false>(&memory, batch, states, source, destination, id_bytes_of(flags, WIDE_SLOTS), scale_of_outputs,
+        direct<64, true, false>(&memory, batch, static_cast<unsigned>(heads), states, source, destination, id_bytes_of(flags, WIDE_SLOTS), scale_of_outputs,
             flags & NORMALIZE, signal);
 }
 
@@ -352,7 +393,7 @@ extern "C" __global__ void __launch_bounds__(32 * RECORD_WARPS, LONG_FOLD_RECORD
     verify(memory, batch, columns, states, source, valid, log, previous, accepted, scale_of_outputs, dim, flags, signal);
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, DIRECT_BLOCKS) gpukit_record_exact(
+extern "C" __global__ void __launch_bounds__(32 * WARPS, EXACT_BLOCKS) gpukit_record_exact(
     GPUKIT_RECORD_PARAMETERS, int64 prefetch, int64 scale, int64 flags, int64* signal)
 {
     wait_for_predecessor();
@@ -368,7 +409,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, DIRECT_BLOCKS) gpukit_r
                id_bytes_of(flags, WIDE_VALID), log, log, nullptr, 0, scale_of_outputs, flags & NORMALIZE, signal);
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, DIRECT_BLOCKS) gpukit_fold_record_exact(
+extern "C" __global__ void __launch_bounds__(32 * WARPS, EXACT_BLOCKS) gpukit_fold_record_exact(
     GPUKIT_FOLD_RECORD_PARAMETERS, int64 prefetch, int64 scale, int64 flags, int64* signal)
 {
     wait_for_predecessor();
@@ -439,17 +480,6 @@ __device__ __forceinline__ bool is_taken(
         taken |= i != row && Commit(rows, id_bytes, i).needs(to, slots, width);
     return __any_sync(0xffffffffu, taken);
 }
-
-// A divisor that the host knows, with 2^32 / divisor, rounded down to 32 bits: a quotient by it is at most one short.
-struct Divisor {
-    unsigned value, inverse;
-
-    __device__ __forceinline__ unsigned quotient(unsigned n) const
-    {
-        const unsigned low = __umulhi(n, inverse);
-        return low + (n - low * value >= value);
-    }
-};
 
 // Tokens of the log on their way to shared memory: a wait for them does not wait for states that registers are to have.
 template <int DIM>

@@ -14,10 +14,9 @@ using Bits = unsigned short;  // of a bfloat16
 // Warps of a block and rows of V of a lane. Many small blocks, all resident: what is read and what is written then alternates finely.
 constexpr int WARPS = 2;
 constexpr int ROWS = 1;
-// Where states come in bulk; a lane takes some of its rows at once.
+// Where states come in bulk.
 constexpr int BULK_WARPS = 4;
 constexpr int BULK_ROWS = 4;
-constexpr int BULK_ROWS_AT_ONCE = 2;
 // A warp by itself waits for no other, and two rows a lane keep more of memory on its way than registers for one would.
 constexpr int FOLD_WARPS = 1;
 constexpr int FOLD_ROWS = 2;
@@ -32,8 +31,10 @@ constexpr int LARGE_RECORD_WARPS = 4;
 // Blocks side by side on a multiprocessor: so many that registers just suffice. The compiler for Hopper, on which they were measured, needs the
 // fewest.
 constexpr bool IS_HOPPER = __CUDA_ARCH__ == 900;
-constexpr int DIRECT_BLOCKS = IS_HOPPER ? 14 : 12;
-constexpr int BULK_BLOCKS = 4;
+constexpr int DIRECT_BLOCKS = IS_HOPPER ? 14 : 10;
+// Without tensor cores, but for `direct`.
+constexpr int EXACT_BLOCKS = IS_HOPPER ? 14 : 12;
+constexpr int BULK_BLOCKS = IS_HOPPER ? 4 : 3;
 constexpr int FOLD_BLOCKS = 20;
 constexpr int RECORD_BLOCKS = IS_HOPPER ? 8 : 6;
 constexpr int LARGE_RECORD_BLOCKS = IS_HOPPER ? 4 : 3;
@@ -72,6 +73,17 @@ __device__ __forceinline__ int64 id_bytes_of(int64 flags, Flags wide)
     return flags & wide ? 8 : 4;
 }
 
+// A divisor that the host knows, with 2^32 / divisor, rounded down to 32 bits: a quotient by it is at most one short.
+struct Divisor {
+    unsigned value, inverse;
+
+    __device__ __forceinline__ unsigned quotient(unsigned n) const
+    {
+        const unsigned low = __umulhi(n, inverse);
+        return low + (n - low * value >= value);
+    }
+};
+
 // Which sequence, value head and rows a block works on, and which part of them a thread holds: rows first_row + groups * r.
 template <int DIM, int WARPS, int ROWS, int LANES>
 struct Place {
@@ -96,6 +108,12 @@ struct Place {
         item = before;
         lane = threadIdx.x % LANES;
         first_row = tile * rows + threadIdx.x / 32 * groups * ROWS + threadIdx.x % 32 / LANES;
+    }
+
+    __device__ __forceinline__ Place(unsigned block, Divisor heads)
+    {
+        const unsigned before = heads.quotient(block / tiles);
+        *this = Place(before, block / tiles - before * heads.value, block % tiles);
     }
 
     __device__ __forceinline__ Place(unsigned item, unsigned head, unsigned tile)
@@ -183,14 +201,15 @@ __device__ __forceinline__ float sum_along(const float4 (&row)[STEPS], const flo
     return all[0];
 }
 
-// A sum over half a warp or what follows of it over a quarter; every lane has the result.
-template <int LANES>
-__device__ __forceinline__ float sum_over(float value)
+// Sums over half a warp or what follows of them over a quarter, side by side; every lane has the results.
+template <int LANES, int COUNT>
+__device__ __forceinline__ void sum_over(float (&values)[COUNT])
 {
 #pragma unroll
     for (int mask = LANES / 2; mask > 0; mask /= 2)
-        value = __fadd_rn(value, __shfl_xor_sync(0xffffffffu, value, mask));
-    return value;
+#pragma unroll
+        for (int i = 0; i < COUNT; i++)
+            values[i] = __fadd_rn(values[i], __shfl_xor_sync(0xffffffffu, values[i], mask));
 }
 
 // Where the inputs of one token of one head are.
@@ -223,8 +242,15 @@ struct Share {
             to[LANES * i + lane] = widen(words[i]);
     }
 
-    // A lane of a quarter has what two of a half would have, and adds that first, as they do.
     __device__ __forceinline__ float times(const Share& other) const
+    {
+        float sum[] = {part_of_product(other)};
+        sum_over<LANES>(sum);
+        return sum[0];
+    }
+
+    // The lane's, before the exchange. A lane of a quarter has what two of a half would have, and adds that first, as they do.
+    __device__ __forceinline__ float part_of_product(const Share& other) const
     {
         float sums[SUMS];
 #pragma unroll
@@ -236,7 +262,7 @@ struct Share {
         }
         if constexpr (SUMS == 2)
             sums[0] = __fadd_rn(sums[0], sums[1]);
-        return sum_over<LANES>(sums[0]);
+        return sums[0];
     }
 };
 
@@ -265,11 +291,13 @@ struct Part {
     }
 };
 
-// The tokens that a block goes past next, each prepared by so many lanes.
-template <int DIM, int WARPS, int TILE, bool outputs, int LANES = HALF>
+// The tokens that a block goes past next, each prepared by so many lanes. `at_once` is for a block that has nothing else to do meanwhile: the sums of
+// a token are exchanged side by side, needed or not, and a query is used up before its key comes to registers. The numbers are the same.
+template <int DIM, int WARPS, int TILE, bool outputs, int LANES = HALF, bool at_once = false>
 struct Tokens {
     static constexpr int of_warp = 32 / LANES;
     static constexpr int count = of_warp * WARPS;
+    static_assert(outputs || !at_once);
     using Part = ::Part<DIM, TILE, outputs, LANES>;
 
     float4 k[count][DIM / 4];
@@ -294,17 +322,28 @@ struct Tokens {
     }
 
     // All threads of a warp come here, or none.
-    __device__ __forceinline__ void share(const Part& part, bool normalize)
+    __device__ __forceinline__ void share(const Part& part, bool normalize, int t = mine())
     {
-        const int t = mine(), lane = threadIdx.x % LANES;
+        const int lane = threadIdx.x % LANES;
         part.k.store(k[t], lane);
-        const float key_scale = normalize ? rsqrtf(__fadd_rn(part.k.times(part.k), EPSILON)) : 1.0f;
-        float query_scale = 1.0f;
-        if constexpr (outputs) {
+        const auto scale_of = [&](float square) { return rsqrtf(__fadd_rn(square, EPSILON)); };
+        float key_scale = 1.0f, query_scale = 1.0f;
+        if constexpr (at_once) {
+            // One after the other the exchanges would be most of what a token waits for.
             part.q.store(q[t], lane);
-            const float square = part.q.times(part.q);
-            kq[t] = part.k.times(part.q);
-            query_scale = normalize ? rsqrtf(__fadd_rn(square, EPSILON)) : 1.0f;
+            float sums[] = {part.k.part_of_product(part.k), part.q.part_of_product(part.q), part.k.part_of_product(part.q)};
+            sum_over<LANES>(sums);
+            key_scale = normalize ? scale_of(sums[0]) : 1.0f;
+            query_scale = normalize ? scale_of(sums[1]) : 1.0f;
+            kq[t] = sums[2];
+        } else {
+            key_scale = normalize ? scale_of(part.k.times(part.k)) : 1.0f;
+            if constexpr (outputs) {
+                part.q.store(q[t], lane);
+                const float square = part.q.times(part.q);
+                kq[t] = part.k.times(part.q);
+                query_scale = normalize ? scale_of(square) : 1.0f;
+            }
         }
         gates[t] = make_float4(expf(part.g), part.beta, key_scale, query_scale);
 #pragma unroll
@@ -332,12 +371,24 @@ struct Tokens {
 
 // Take the state past a prepared token; `rounds`, if it is kept as bfloat16. With outputs, those of the rows: taken from the old state in the
 // same pass, as a (S q) + d (k q).
-template <int DIM, int LANES, bool outputs, int ROWS, int WARPS, int TILE, int PREPARING>
+template <int DIM, int LANES, bool outputs, int ROWS, int WARPS, int TILE, int PREPARING, bool at_once>
 __device__ __forceinline__ void advance(
-    float4 (&state)[ROWS][DIM / 4 / LANES], const Tokens<DIM, WARPS, TILE, outputs, PREPARING>& tokens, int i, int lane, int row, bool rounds,
-    float scale, float (&out)[ROWS])
+    float4 (&state)[ROWS][DIM / 4 / LANES], const Tokens<DIM, WARPS, TILE, outputs, PREPARING, at_once>& tokens, int i, int lane, int row,
+    bool rounds, float scale, float (&out)[ROWS])
 {
     constexpr int STEPS = DIM / 4 / LANES;
+    float asked[ROWS];
+    const auto ask = [&] {
+        float4 query[STEPS];
+#pragma unroll
+        for (int j = 0; j < STEPS; j++)
+            query[j] = tokens.q[i][LANES * j + lane];
+#pragma unroll
+        for (int r = 0; r < ROWS; r++)
+            asked[r] = sum_along<LANES>(state[r], query);
+    };
+    if constexpr (outputs && at_once)
+        ask();
     float4 key[STEPS];
 #pragma unroll
     for (int j = 0; j < STEPS; j++)
@@ -351,17 +402,12 @@ __device__ __forceinline__ void advance(
         const float d = __fmul_rn(gates.y, __fmaf_rn(-gates.x, held, tokens.v[i][row + 32 / LANES * r]));
         weight[r] = __fmul_rn(d, gates.z);
     }
-    if constexpr (outputs) {
-        float4 query[STEPS];
+    if constexpr (outputs && !at_once)
+        ask();
+    if constexpr (outputs)
 #pragma unroll
-        for (int j = 0; j < STEPS; j++)
-            query[j] = tokens.q[i][LANES * j + lane];
-#pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-            const float asked = sum_along<LANES>(state[r], query);
-            out[r] = __fmul_rn(scale, __fmul_rn(gates.w, __fmaf_rn(gates.x, asked, __fmul_rn(weight[r], tokens.kq[i]))));
-        }
-    }
+        for (int r = 0; r < ROWS; r++)
+            out[r] = __fmul_rn(scale, __fmul_rn(gates.w, __fmaf_rn(gates.x, asked[r], __fmul_rn(weight[r], tokens.kq[i]))));
 #pragma unroll
     for (int r = 0; r < ROWS; r++)
 #pragma unroll
@@ -500,6 +546,12 @@ struct Batch {
         return static_cast<unsigned>(heads) / static_cast<unsigned>(key_heads);
     }
 
+    // The key head of a value head, without a division.
+    __device__ __forceinline__ int key_head(int head, Divisor by_heads) const
+    {
+        return by_heads.quotient(head * static_cast<unsigned>(key_heads));
+    }
+
     // Element of `out` where a head of a token begins.
     __device__ __forceinline__ int64 output(int64 item, int64 t, int head, int dim) const
     {
@@ -507,15 +559,48 @@ struct Batch {
     }
 };
 
-template <int DIM, class Place>
-__device__ __forceinline__ Source source_of(const Batch& batch, const Place& place, int64 t)
+// Where the inputs of one token of one head are, before any of them may be read.
+struct Addresses {
+    const Bits* k;
+    const Bits* q;
+    const Bits* v;
+    const float* g;
+    const float* beta;
+
+    __device__ __forceinline__ Source load() const
+    {
+        return {k, q, v, __ldg(g), __ldg(beta)};
+    }
+
+    // Let the compiler not know where they come from, so that it does not work them out behind a wait.
+    __device__ __forceinline__ void settle()
+    {
+        asm volatile("" : "+l"(k), "+l"(q), "+l"(v), "+l"(g), "+l"(beta));
+    }
+};
+
+// A Source or Addresses, whose gates `access` makes of their addresses.
+template <class Inputs, int DIM, class Place, class Access>
+__device__ __forceinline__ Inputs inputs_of(const Batch& batch, const Place& place, int64 t, int key_head, const Access& access)
 {
-    const int key = place.head / batch.group() * DIM;
+    const int key = key_head * DIM;
     return {batch.k + place.item * batch.k_batch + t * batch.k_token + key,
             batch.q + place.item * batch.q_batch + t * batch.q_token + key,
             batch.v + place.item * batch.v_batch + t * batch.v_token + place.head * DIM + place.tile * place.rows,
-            __ldg(batch.g + place.item * batch.g_batch + t * batch.g_token + place.head),
-            __ldg(batch.beta + place.item * batch.beta_batch + t * batch.beta_token + place.head)};
+            access(batch.g + place.item * batch.g_batch + t * batch.g_token + place.head),
+            access(batch.beta + place.item * batch.beta_batch + t * batch.beta_token + place.head)};
+}
+
+template <int DIM, class Place>
+__device__ __forceinline__ Addresses addresses_of(const Batch& batch, const Place& place, int64 t, int key_head)
+{
+    return inputs_of<Addresses, DIM>(batch, place, t, key_head, [](const float* gate) { return gate; });
+}
+
+template <int DIM, class Place>
+__device__ __forceinline__ Source source_of(const Batch& batch, const Place& place, int64 t)
+{
+    return inputs_of<Source, DIM>(batch, place, t, place.head / batch.group(), [](const float* gate) { return __ldg(gate); });
 }
 
 // Zero the outputs of a block from a token on.
@@ -540,9 +625,9 @@ __device__ __forceinline__ void store_output(
 }
 
 // Take the state past the tokens of a sequence, one after the other, with outputs; `part` is the thread's of the first, `after(t)` follows each.
-template <int DIM, class Place, class After>
+template <int DIM, bool at_once, class Place, class After>
 __device__ __forceinline__ void walk(
-    float4 (&state)[ROWS][DIM / 4 / LANES], Tokens<DIM, WARPS, TILE, true>& shared, Part<DIM, TILE, true>& part, const Batch& batch,
+    float4 (&state)[ROWS][DIM / 4 / LANES], Tokens<DIM, WARPS, TILE, true, HALF, at_once>& shared, Part<DIM, TILE, true>& part, const Batch& batch,
     const Place& place, int tokens, bool rounds, float scale, bool normalize, After after)
 {
 #pragma unroll 1
@@ -595,6 +680,17 @@ struct Rows {
         return (lane / LANES + groups * r) * DIM + 4 * (lane % LANES);
     }
 
+    // Before `fetch`, so that it has less to do.
+    __device__ __forceinline__ void prepare()
+    {
+#if __CUDA_ARCH__ >= 900
+        if (threadIdx.x % 32 == 0) {
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&arrived)) : "memory");
+            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        }
+#endif
+    }
+
     // All lanes of the warp come here. `from` is the element where the warp's first row begins.
     __device__ __forceinline__ void fetch(const States& states, int64 from)
     {
@@ -604,8 +700,6 @@ struct Rows {
         if (threadIdx.x % 32 == 0) {
             const unsigned barrier = shared_address(&arrived), size = count * DIM * bytes;
             const CachePolicy policy = states.hint ? policy_keep(states.share()) : policy_evict_first();
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
-            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
             asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(size) : "memory");
             asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
                              shared_address(numbers)),
@@ -644,26 +738,14 @@ struct Rows {
 #endif
     }
 
-    template <int SOME>
-    __device__ __forceinline__ void load(float4 (&state)[SOME][STEPS], int first, bool are_bfloat16) const
+    __device__ __forceinline__ void load(float4 (&state)[BULK_ROWS][STEPS], bool are_bfloat16) const
     {
         if (are_bfloat16)
-            States::visit<DIM, LANES>(state, reinterpret_cast<const Bits*>(numbers) + own(first), [](float4& four, const Bits* at) {
+            States::visit<DIM, LANES>(state, reinterpret_cast<const Bits*>(numbers) + own(0), [](float4& four, const Bits* at) {
                 four = widen(*reinterpret_cast<const uint2*>(at));
             });
         else
-            States::visit<DIM, LANES>(state, numbers + own(first), [](float4& four, const float* at) { four = *reinterpret_cast<const float4*>(at); });
-    }
-
-    template <int SOME>
-    __device__ __forceinline__ void store(float4 (&state)[SOME][STEPS], int first, bool are_bfloat16)
-    {
-        if (are_bfloat16)
-            States::visit<DIM, LANES>(state, reinterpret_cast<Bits*>(numbers) + own(first), [](float4& four, Bits* at) {
-                *reinterpret_cast<uint2*>(at) = narrow(four);
-            });
-        else
-            States::visit<DIM, LANES>(state, numbers + own(first), [](float4& four, float* at) { *reinterpret_cast<float4*>(at) = four; });
+            States::visit<DIM, LANES>(state, numbers + own(0), [](float4& four, const float* at) { four = *reinterpret_cast<const float4*>(at); });
     }
 };
 

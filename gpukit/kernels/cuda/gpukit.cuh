@@ -22,6 +22,19 @@ __device__ __forceinline__ int64 load_id(const void* ids, int64 id_bytes, int64 
     return id_bytes == 8 ? __ldg(static_cast<const int64*>(ids) + i) : __ldg(static_cast<const int*>(ids) + i);
 }
 
+// The same behind a wait for what writes them: `__ldg` is no load that the assembler keeps behind it (seen where only some launches wait).
+__device__ __forceinline__ int64 load_id_in_order(const void* ids, int64 id_bytes, int64 i)
+{
+    int64 wide;
+    int narrow;
+    if (id_bytes == 8) {
+        asm volatile("ld.global.b64 %0, [%1];" : "=l"(wide) : "l"(static_cast<const int64*>(ids) + i) : "memory");
+        return wide;
+    }
+    asm volatile("ld.global.b32 %0, [%1];" : "=r"(narrow) : "l"(static_cast<const int*>(ids) + i) : "memory");
+    return narrow;
+}
+
 // Bytes that are copied without looking at them, as one access of the widest kind.
 using Bytes16 = uint4;
 using Bytes8 = uint2;
