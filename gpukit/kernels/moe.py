@@ -12,6 +12,7 @@ from typing import Any
 from gpukit import arrays, devices
 from gpukit.arrays import ITEMSIZE
 from gpukit.errors import ArgumentError, Signal
+from gpukit.kernels import _experts_in_one
 from gpukit.kernels._moe import TOP, Fp8, Geometry, MoeWeights, geometry_of, router_experts
 from gpukit.kernels._plans import allocate, blocks_for, signal_pointer, whole
 from gpukit.kernels._row_split import RowSplit
@@ -47,7 +48,6 @@ _GROUPED_DOWN = _grouped("grouped_down")
 
 # Constants of cuda/moe.cuh and cuda/moe.cu: tokens of a batch and of a segment, rows of a tile, parts of a router row, warps of each kernel.
 _BATCH = 64
-_COLUMNS = 8
 _TILE = 16
 _SCORE_PARTS = 4
 _SCORE_WARPS = 8
@@ -59,8 +59,8 @@ _ROUTE_BLOCKS = 16
 _ROUTE_WARPS = 16
 _GATE_WARPS = 4
 _DOWN_WARPS = 16
-# sizeof(Groups)
-_GROUPS_BYTES = 32 + 384 * 32
+# sizeof(Groups), and where its counts are
+_GROUPS_BYTES, _COUNTS_AT = 384 + 384 * 32, 128
 # Blocks of the gate and up projections that fit on a multiprocessor.
 _GATE_BLOCKS = 3
 # Most tokens for which the shared expert is fetched while experts are chosen: later it is a small part of all.
@@ -384,9 +384,10 @@ def sparse_moe(
     Notes
     -----
     No host synchronisation, safe inside a capture when `workspace` is given. "decode" takes four launches for every 64 tokens: scores; selection
-    and grouping; `gate_up`; `down_add`; the first two are one where they are in `route`. All of them may overlap (`gpukit.launch.overlapping`):
-    weights are on their way before launches in front have ended, none of which may write them. A token's result has the same bits whatever is
-    beside it, within a schedule.
+    and grouping; `gate_up`; `down_add`; the first two are one where they are in `route`, the last two are one for up to two tokens in fp8, three in
+    q4 or q5, four in q6 or w8, both banks being of a format or in q4 and q5, where blocks have 227 KiB of shared memory. All of them may overlap
+    (`gpukit.launch.overlapping`): weights are on their way before launches in front have ended, none of which may write them. A token's result has
+    the same bits whatever is beside it, within a schedule.
 
     "prefill" groups all tokens by expert (select and count, scan, gather), runs two grouped products on tensor cores, and adds each token's rows:
     seven launches, see `prefill_reduce`. As in "decode", activations go to the tensor cores as two bfloat16 numbers that keep 16 bits of them: one
@@ -628,15 +629,17 @@ def _routing(
     counters: int,
     device: int,
     stream: int,
+    exchanged: tuple[int, int] = (0, 0),
 ) -> list[Launch]:
-    """Scores and selection, in one launch for few tokens; `outputs` are ids, alpha, its stride, shared scale, its stride."""
+    """Scores and selection, in one launch for few tokens; `outputs` are ids, alpha, its stride, shared scale, its stride; `exchanged` is what the
+    blocks of a later launch exchange, and how many times 16 bytes."""
     x_at, steps = x[0] + 2 * first * _row(x), x[1][1] // 32
     if tokens <= _FEW and steps <= _FEW_STEPS and not owners_at and _ROUTE_FEW.has_room(device, stream):
-        routed = (x_at, _row(x) // 8, router_at, steps, experts, int(has_shared), tokens, *outputs, groups_at, counters)
+        routed = (x_at, _row(x) // 8, router_at, steps, experts, int(has_shared), tokens, *outputs, groups_at, *exchanged, counters)
         return [(_ROUTE_FEW, _ROUTE_BLOCKS, 32 * _ROUTE_WARPS, routed)]
     rows = experts + has_shared
     tiles, padded = blocks_for(rows, _TILE), _padded(rows)
-    scored = (x_at, _row(x) // 8, router_at, steps, rows, tokens, parts_at, padded, tiles)
+    scored = (x_at, _row(x) // 8, router_at, steps, rows, tokens, parts_at, padded, tiles, *exchanged)
     ids_at, alpha_at, alpha_row, shared_at, shared_row = outputs
     selected = (
         parts_at, padded, experts, int(has_shared), tokens, ids_at, alpha_at, alpha_row, shared_at, shared_row, groups_at, owners_at, counters,
@@ -651,14 +654,16 @@ def _grouping(ids_at: int, tokens: int, geometry: Geometry, groups_at: int, coun
     return _SELECT, 1, 32 * _SELECT_WARPS, arguments
 
 
+def _fetched(tokens: int, geometry: Geometry) -> tuple[int, int, int]:
+    """What of the shared expert comes to the L2 while experts are chosen: bytes of its gate and up rows, and its down rows and their bytes."""
+    return (geometry.shared_gate_up_bytes, geometry.shared_down[0], geometry.shared_down_bytes) if tokens <= _FETCHED_TO else (0, 0, 0)
+
+
 def _gate_up(x: Tensor, first: int, tokens: int, geometry: Geometry, groups_at: int, act_at: int, device: int) -> Launch:
-    # As many segments as there can be: tokens of different experts, or full ones.
-    most = min(TOP * tokens, geometry.experts + tokens) + geometry.has_shared * blocks_for(tokens, _COLUMNS)
-    blocks = min(most * (geometry.width // 8), _GATE_BLOCKS * devices.properties(device).multiprocessors)
-    fetched = (geometry.shared_gate_up_bytes, geometry.shared_down[0], geometry.shared_down_bytes) if tokens <= _FETCHED_TO else (0, 0, 0)
+    blocks = min(_experts_in_one.most_segments(tokens, geometry) * (geometry.width // 8), _GATE_BLOCKS * devices.properties(device).multiprocessors)
     arguments = (
         *geometry.gate_up, *geometry.shared_gate_up, int(geometry.is_gate_up_other), x[0] + 2 * first * _row(x), _row(x) // 8,
-        geometry.hidden, geometry.width, groups_at, act_at, geometry.paths, *fetched,
+        geometry.hidden, geometry.width, groups_at, act_at, geometry.paths, *_fetched(tokens, geometry),
     )  # fmt: skip
     return _GATE_UP[geometry.gate_up_format], blocks, 32 * _GATE_WARPS, arguments
 
@@ -674,17 +679,37 @@ def _down(
     return _DOWN[geometry.down_format], geometry.hidden // _TILE, 32 * _DOWN_WARPS, arguments
 
 
+def _experts(
+    x: Tensor, dest: Tensor, first: int, tokens: int, geometry: Geometry, groups_at: int, act_at: int, alpha_at: int, shared_at: int, device: int
+) -> Launch:
+    row = dest[2][0]
+    arguments = (
+        *geometry.gate_up, *geometry.shared_gate_up, int(geometry.is_gate_up_other), *geometry.down, *geometry.shared_down,
+        int(geometry.is_down_other), x[0] + 2 * first * _row(x), _row(x) // 8, geometry.hidden, geometry.width, groups_at, groups_at + _COUNTS_AT,
+        act_at, geometry.paths, alpha_at, shared_at, dest[0] + 2 * first * row, row, tokens, _experts_in_one.most_segments(tokens, geometry),
+        *_fetched(tokens, geometry),
+    )  # fmt: skip
+    kernel = _experts_in_one.KERNELS[geometry.gate_up_format, geometry.down_format]
+    return kernel, devices.properties(device).multiprocessors, _experts_in_one.THREADS, arguments
+
+
 def _decode(x: Tensor, dest: Tensor, geometry: Geometry, workspace_at: int, counters: int, device: int, stream: int) -> list[Launch]:
-    """Routing and two launches for every batch, one behind the other in the same workspace."""
+    """Routing and one or two launches for every batch, one behind the other in the same workspace."""
     tokens = x[1][0]
     groups_at, parts_at, ids_at, alpha_at, shared_at, act_at = (workspace_at + offset for offset in _layout(tokens, geometry, "decode")[:-1])
     outputs = (ids_at, alpha_at, TOP, shared_at if geometry.has_shared else 0, 1)
     launches: list[Launch] = []
     for first in range(0, tokens, _BATCH):
         some = min(_BATCH, tokens - first)
+        is_one = _experts_in_one.is_better(some, geometry, device, stream)
+        exchanged = (act_at, some * geometry.paths * geometry.width // 4) if is_one else (0, 0)
         launches += _routing(
-            x, first, some, geometry.router, geometry.experts, geometry.has_shared, parts_at, outputs, groups_at, 0, counters, device, stream
-        )
+            x, first, some, geometry.router, geometry.experts, geometry.has_shared, parts_at, outputs, groups_at, 0, counters, device, stream,
+            exchanged,
+        )  # fmt: skip
+        if is_one:
+            launches.append(_experts(x, dest, first, some, geometry, groups_at, act_at, alpha_at, outputs[3], device))
+            continue
         launches.append(_gate_up(x, first, some, geometry, groups_at, act_at, device))
         launches.append(_down(dest, first, some, geometry, groups_at, act_at, alpha_at, outputs[3], are_groups_ready=True))
     return launches

@@ -4,6 +4,7 @@
 // sums are put together. All sums are taken in an order that follows from the geometry alone, so that a token's result never depends on the batch.
 
 #include "cluster.cuh"
+#include "exchange.cuh"
 #include "moe.cuh"
 
 constexpr int SCORE_WARPS = 8;
@@ -38,7 +39,9 @@ extern "C" __global__ void __launch_bounds__(SCORE_WARPS * 32) gpukit_scores(
     int64 tokens,
     float* parts,
     int64 row,
-    int64 row_tiles)
+    int64 row_tiles,
+    Bytes16* act,           // what a later launch exchanges, and 16 bytes of it
+    int64 act_vectors)
 {
     __shared__ float partial[SCORE_WARPS][TILE][COLUMNS];
     const int warp = threadIdx.x >> 5, line = (threadIdx.x & 31) >> 2, quad = threadIdx.x & 3;
@@ -61,6 +64,7 @@ extern "C" __global__ void __launch_bounds__(SCORE_WARPS * 32) gpukit_scores(
         }
     wait_for_predecessor();
     release_successor();
+    make_absent(act, act_vectors);
     // Tokens are taken eight at a time: those to come are asked for now.
     const int part_steps = SCORE_WARPS * slice_steps, part_begin = min(part * part_steps, length);
     const int part_bytes = min(part_steps, length - part_begin) * Bf16::STEP * 2;
@@ -313,6 +317,7 @@ extern "C" __global__ void __launch_bounds__(SELECT_WARPS * 32) gpukit_select(
     if (threadIdx.x == 0) {
         groups->shared_segments = segments;
         groups->tokens = masks[MOST_EXPERTS];
+        groups->counts.taken = groups->counts.done = 0;
     }
     if (threadIdx.x == SELECT_WARPS * 32 - 1)
         groups->segments = begin + segments;
@@ -507,6 +512,7 @@ __device__ __forceinline__ void group_few(RouteMemory& memory, bool has_shared, 
     if (threadIdx.x == 0) {
         groups->shared_segments = segments;
         groups->tokens = tokens_there;
+        groups->counts.taken = groups->counts.done = 0;
     }
     if (threadIdx.x == GROUPING_WARPS * 32 - 1)
         groups->segments = begin + segments;
@@ -532,6 +538,8 @@ extern "C" __global__ void CLUSTER(ROUTE_BLOCKS) __launch_bounds__(ROUTE_WARPS *
     float* shared_scale,    // shared_row apart
     int64 shared_row,
     Groups* groups,         // or 0
+    Bytes16* act,           // as in `gpukit_scores`
+    int64 act_vectors,
     int64* signal)
 {
 #if __CUDA_ARCH__ >= 900
@@ -578,6 +586,7 @@ extern "C" __global__ void CLUSTER(ROUTE_BLOCKS) __launch_bounds__(ROUTE_WARPS *
 #pragma unroll
         for (int step = 0; step < PAIR_STEPS; step++)
             taken[group][step] = group == 0 || group * COLUMNS < here ? own_x[group][4 * step] : Bytes16{};
+    make_absent(act, act_vectors);
 #pragma unroll
     for (int group = 0; group < FEW / COLUMNS; group++)
         if (group == 0 || group * COLUMNS < here) {
@@ -673,67 +682,6 @@ __device__ __forceinline__ void copy_word_later(unsigned* to, const char* from)
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
 
-// The threads of all blocks bring `bytes` into the L2.
-__device__ __forceinline__ void prefetch_all(const char* from, int64 bytes)
-{
-    const int64 apart = 128ll * gridDim.x * blockDim.x;
-    for (int64 at = 128ll * (static_cast<int64>(blockIdx.x) * blockDim.x + threadIdx.x); at < bytes; at += apart)
-        prefetch_line(from + at);
-}
-
-// A lane's octs of activations in a step: bfloat16 as they are, or float32 as a sum of two, the second being what the first leaves.
-template <typename Format>
-struct FromBf16 {
-    static constexpr int TERMS = 1;
-    Bytes16 octs[Format::OCTS];
-
-    __device__ __forceinline__ void load(const Bytes16* from, bool is_there)
-    {
-#pragma unroll
-        for (int oct = 0; oct < Format::OCTS; oct++)
-            octs[oct] = is_there ? from[oct] : Bytes16{};
-    }
-
-    __device__ __forceinline__ void expand(int oct, unsigned (&terms)[TERMS][4]) const
-    {
-        terms[0][0] = octs[oct].x;
-        terms[0][1] = octs[oct].y;
-        terms[0][2] = octs[oct].z;
-        terms[0][3] = octs[oct].w;
-        arrange<Format::ORDER>(terms[0]);
-    }
-};
-
-template <typename Format>
-struct FromFloat {
-    static constexpr int TERMS = 2;
-    float4 octs[Format::OCTS][2];
-
-    __device__ __forceinline__ void load(const Bytes16* from, bool is_there)
-    {
-#pragma unroll
-        for (int oct = 0; oct < Format::OCTS; oct++)
-#pragma unroll
-            for (int half = 0; half < 2; half++)
-                octs[oct][half] = is_there ? reinterpret_cast<const float4*>(from)[2 * oct + half] : float4{};
-    }
-
-    __device__ __forceinline__ void expand(int oct, unsigned (&terms)[TERMS][4]) const
-    {
-        const float values[8] = {octs[oct][0].x, octs[oct][0].y, octs[oct][0].z, octs[oct][0].w,
-                                 octs[oct][1].x, octs[oct][1].y, octs[oct][1].z, octs[oct][1].w};
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            constexpr int APART = Format::ORDER == NIBBLES ? 4 : Format::ORDER == BYTES ? 2 : 1;
-            const int first = Format::ORDER == NIBBLES ? i : Format::ORDER == BYTES ? i % 2 + i / 2 * 4 : 2 * i;
-            const float low = values[first], high = values[first + APART];
-            const unsigned pair = floats_to_pair(low, high);
-            terms[0][i] = pair;
-            terms[1][i] = floats_to_pair(low - low_of_pair(pair), high - high_of_pair(pair));
-        }
-    }
-};
-
 // Lanes ask for all that they will read of a unit's activations: one after the other, step by step, it would take too long.
 template <typename Work>
 __device__ __forceinline__ void touch(const Work& work, const Place& place)
@@ -751,32 +699,6 @@ __device__ __forceinline__ void touch(const Work& work, const Place& place)
         for (int i = 0; i < TOUCHED; i++)
             if (first + 512 * i < work.activation_bytes)
                 copy_word_later(work.ignored + i * Work::THREADS + threadIdx.x, from + first + 512 * i);
-    }
-}
-
-// sums += a step of 16 rows times the tokens.
-template <typename Format, typename Activations>
-__device__ __forceinline__ void multiply_step(
-    float (&sums)[4], const typename Format::Raw& upper, const typename Format::Raw& lower, const Activations& taken)
-{
-    float products[4] = {};
-    float(&target)[4] = Format::HAS_SCALE ? products : sums;
-#pragma unroll
-    for (int oct = 0; oct < Format::OCTS; oct++) {
-        unsigned one[4], other[4], terms[Activations::TERMS][4];
-        Format::expand(upper, oct, one);
-        Format::expand(lower, oct, other);
-        taken.expand(oct, terms);
-#pragma unroll
-        for (int term = 0; term < Activations::TERMS; term++)
-            multiply_oct(target, one, other, terms[term]);
-    }
-    if (Format::HAS_SCALE) {
-        const float of_upper = Format::scale(upper), of_lower = Format::scale(lower);
-        sums[0] = fmaf(of_upper, products[0], sums[0]);
-        sums[1] = fmaf(of_upper, products[1], sums[1]);
-        sums[2] = fmaf(of_lower, products[2], sums[2]);
-        sums[3] = fmaf(of_lower, products[3], sums[3]);
     }
 }
 
@@ -1129,6 +1051,6 @@ __device__ __forceinline__ void run_down(const Down& call, const Bank& bank, con
 MOE_KERNELS(bf16, Bf16, 8, 4, false)
 MOE_KERNELS(fp8, Fp8, 4, 2, false)
 MOE_KERNELS(q4, Split<4>, 8, 2, true)
-MOE_KERNELS(q5, Split<5>, 8, 4, true)
-MOE_KERNELS(q6, Split<6>, 8, 4, true)
+MOE_KERNELS(q5, Split<5>, 8, 2, true)
+MOE_KERNELS(q6, Split<6>, 8, 2, true)
 MOE_KERNELS(w8, Wide, 8, 4, false)

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "bf16.cuh"
+#include "staging.cuh"
 #include "cache_hints.cuh"
 #include "gpukit.cuh"
 #include "half.cuh"
@@ -26,12 +27,21 @@ struct Segment {
     Bytes2 routes[COLUMNS];  // 16 times the token and its rank of the expert: 0 … 7, 8 for the shared one
 };
 
+// How many units of work blocks have taken, and how many results are there: 0 when a batch has been grouped. Each is in a line of its own.
+struct Counts {
+    unsigned taken;
+    unsigned beside_taken[31];
+    unsigned done;
+    unsigned beside_done[31];
+};
+
 // A batch grouped by expert. Those of the shared expert come first.
 struct Groups {
     int segments;
     int shared_segments;
     uint64 tokens;  // those that have experts, as bits
-    int64 unused[2];
+    int64 unused[14];
+    Counts counts;
     Segment each[MOST_EXPERTS + 2 * BATCH];
 };
 
@@ -42,11 +52,33 @@ struct Bank {
     const char* scales;
 };
 
+// A row that was copied to shared memory: addresses of its planes there.
+struct StagedRow {
+    unsigned base;
+    unsigned high;
+    unsigned scales;
+};
+
 // a * b + c of two pairs, each rounded once.
 __device__ __forceinline__ unsigned multiply_add_pair(unsigned a, unsigned b, unsigned c)
 {
     unsigned result;
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+    return result;
+}
+
+// (a & mask) ^ bits and (a & mask) | bits as one instruction, which the compiler makes two of where both are constants.
+__device__ __forceinline__ unsigned masked_xor(unsigned a, unsigned mask, unsigned bits)
+{
+    unsigned result;
+    asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(result) : "r"(a), "r"(mask), "r"(bits));
+    return result;
+}
+
+__device__ __forceinline__ unsigned masked_or(unsigned a, unsigned mask, unsigned bits)
+{
+    unsigned result;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(a), "r"(mask), "r"(bits));
     return result;
 }
 
@@ -70,6 +102,14 @@ __device__ __forceinline__ Bytes8 load_weights(const Bytes8* address, CachePolic
 __device__ __forceinline__ void prefetch_line(const char* address)
 {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
+// The threads of all blocks bring `bytes` into the L2.
+__device__ __forceinline__ void prefetch_all(const char* from, int64 bytes)
+{
+    const int64 apart = 128ll * gridDim.x * blockDim.x;
+    for (int64 at = 128ll * (static_cast<int64>(blockIdx.x) * blockDim.x + threadIdx.x); at < bytes; at += apart)
+        prefetch_line(from + at);
 }
 
 // Lines that stay as long as any others.
@@ -97,8 +137,9 @@ __device__ __forceinline__ void arrange(unsigned (&pairs)[4])
     pairs[3] = __byte_perm(c, d, 0x7632);
 }
 
-// A format: STEP elements of a row are taken at a time, STEP_BYTES of the base, OCTS octs a lane; `at` counts steps from the beginning of the bank.
-// `prefetch_rest` is for what is beside the base; two lanes share it.
+// A format: STEP elements of a row are taken at a time, STEP_BYTES of the base and HIGH_BYTES of the high bits, OCTS octs a lane; `at` counts steps
+// from the beginning of the bank, or of the staged row; rows are staged so that BASE_PAD bytes are between them, and `take_scale`
+// has what is in four bytes for two steps. `prefetch_rest` is for what is beside the base; two lanes share it.
 struct Bf16 {
     static constexpr int STEP = 32, STEP_BYTES = 64, OCTS = 1, ORDER = STRAIGHT;
     static constexpr bool HAS_SCALE = false;
@@ -130,6 +171,7 @@ struct Bf16 {
 // e4m3 with a float32 scale for 128 elements. As bits, the number is a bfloat16 whose exponent is 120 too small, even below the normal numbers.
 struct Fp8 {
     static constexpr int STEP = 64, STEP_BYTES = 64, OCTS = 2, ORDER = BYTES;
+    static constexpr int HIGH_BYTES = 0, BASE_PAD = 64;
     static constexpr bool HAS_SCALE = true;
     struct Raw {
         Bytes16 base;
@@ -140,6 +182,16 @@ struct Fp8 {
     {
         raw.base = load_weights(reinterpret_cast<const Bytes16*>(bank.base) + (4ll * at + quad), policy);
         raw.scale = __ldg(reinterpret_cast<const float*>(bank.scales) + (at >> 1));
+    }
+
+    static __device__ __forceinline__ void take(Raw& raw, const StagedRow& row, int at, int quad)
+    {
+        raw.base = load_shared16(row.base + STEP_BYTES * at + 16 * quad);
+    }
+
+    static __device__ __forceinline__ void take_scale(Raw& raw, unsigned pair, int)
+    {
+        raw.scale = __uint_as_float(pair);
     }
 
     static __device__ __forceinline__ void prefetch_rest(const Bank& bank, int at, int lane)
@@ -172,6 +224,7 @@ struct Fp8 {
 template <int BITS>
 struct Split {
     static constexpr int STEP = 64, STEP_BYTES = 32, OCTS = 2, ORDER = NIBBLES;
+    static constexpr int HIGH_BYTES = 8 * (BITS - 4), BASE_PAD = 32;
     static constexpr bool HAS_SCALE = true;
     struct Raw {
         Bytes8 base;
@@ -187,6 +240,20 @@ struct Split {
         if (BITS == 6)
             raw.high = __ldg(reinterpret_cast<const Bytes4*>(bank.high) + (4ll * at + quad));
         raw.scale = __ldg(reinterpret_cast<const Bytes2*>(bank.scales) + at);
+    }
+
+    static __device__ __forceinline__ void take(Raw& raw, const StagedRow& row, int at, int quad)
+    {
+        raw.base = load_shared8(row.base + STEP_BYTES * at + 8 * quad);
+        if (BITS == 5)
+            raw.high = load_shared2(row.high + HIGH_BYTES * at + 2 * quad);
+        if (BITS == 6)
+            raw.high = load_shared4(row.high + HIGH_BYTES * at + 4 * quad);
+    }
+
+    static __device__ __forceinline__ void take_scale(Raw& raw, unsigned pair, int step)
+    {
+        raw.scale = static_cast<unsigned short>(pair >> 16 * (step & 1));
     }
 
     static __device__ __forceinline__ void prefetch_rest(const Bank& bank, int at, int lane)
@@ -213,9 +280,9 @@ struct Split {
         }
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            unsigned bits = (low >> 4 * i & 0x000f000fu) ^ TURN;
+            unsigned bits = masked_xor(low >> 4 * i, 0x000f000fu, TURN);
             if (EXTRA)
-                bits ^= above >> EXTRA * i & (((1u << EXTRA) - 1) * 0x00100010u);
+                bits = masked_xor(above >> EXTRA * i, ((1u << EXTRA) - 1) * 0x00100010u, bits);
             pairs[i] = multiply_add_pair(bits, 0x3f803f80u, TURN | SIGN | SIGN << 16);
         }
     }
@@ -229,6 +296,7 @@ struct Split {
 // Eight bits are one too many beside an exponent: the lower seven, and 0 or 128 to be taken off, apart.
 struct Wide {
     static constexpr int STEP = 32, STEP_BYTES = 32, OCTS = 1, ORDER = BYTES;
+    static constexpr int HIGH_BYTES = 0, BASE_PAD = 32;
     static constexpr bool HAS_SCALE = true;
     struct Raw {
         Bytes8 base;
@@ -241,6 +309,16 @@ struct Wide {
         raw.scale = __ldg(reinterpret_cast<const Bytes2*>(bank.scales) + at);
     }
 
+    static __device__ __forceinline__ void take(Raw& raw, const StagedRow& row, int at, int quad)
+    {
+        raw.base = load_shared8(row.base + STEP_BYTES * at + 8 * quad);
+    }
+
+    static __device__ __forceinline__ void take_scale(Raw& raw, unsigned pair, int step)
+    {
+        raw.scale = static_cast<unsigned short>(pair >> 16 * (step & 1));
+    }
+
     static __device__ __forceinline__ void prefetch_rest(const Bank& bank, int at, int lane)
     {
         if (lane == 0)
@@ -249,7 +327,7 @@ struct Wide {
 
     static __device__ __forceinline__ unsigned pair(unsigned bytes)
     {
-        return multiply_add_pair((bytes & 0x007f007fu) | 0x43004300u, 0x3f803f80u, (bytes & 0x00800080u) | 0xc300c300u);
+        return multiply_add_pair(masked_or(bytes, 0x007f007fu, 0x43004300u), 0x3f803f80u, masked_or(bytes, 0x00800080u, 0xc300c300u));
     }
 
     static __device__ __forceinline__ void expand(const Raw& raw, int, unsigned (&pairs)[4])
@@ -272,4 +350,89 @@ __device__ __forceinline__ void multiply_oct(float (&sums)[4], const unsigned (&
     const unsigned first[4] = {upper[0], lower[0], upper[1], lower[1]}, second[4] = {upper[2], lower[2], upper[3], lower[3]};
     multiply_tiles(sums, first, tokens[0], tokens[1]);
     multiply_tiles(sums, second, tokens[2], tokens[3]);
+}
+
+// Eight float32 numbers as sums of two bfloat16 numbers, the second being what the first leaves, in a format's order.
+template <int ORDER>
+__device__ __forceinline__ void split(const float4 (&oct)[2], unsigned (&terms)[2][4])
+{
+    const float values[8] = {oct[0].x, oct[0].y, oct[0].z, oct[0].w, oct[1].x, oct[1].y, oct[1].z, oct[1].w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        constexpr int APART = ORDER == NIBBLES ? 4 : ORDER == BYTES ? 2 : 1;
+        const int first = ORDER == NIBBLES ? i : ORDER == BYTES ? i % 2 + i / 2 * 4 : 2 * i;
+        const float low = values[first], high = values[first + APART];
+        const unsigned pair = floats_to_pair(low, high);
+        terms[0][i] = pair;
+        terms[1][i] = floats_to_pair(low - low_of_pair(pair), high - high_of_pair(pair));
+    }
+}
+
+// A lane's octs of activations in a step: bfloat16 as they are, or float32 as a sum of two, the second being what the first leaves.
+template <typename Format>
+struct FromBf16 {
+    static constexpr int TERMS = 1;
+    Bytes16 octs[Format::OCTS];
+
+    __device__ __forceinline__ void load(const Bytes16* from, bool is_there)
+    {
+#pragma unroll
+        for (int oct = 0; oct < Format::OCTS; oct++)
+            octs[oct] = is_there ? from[oct] : Bytes16{};
+    }
+
+    __device__ __forceinline__ void expand(int oct, unsigned (&terms)[TERMS][4]) const
+    {
+        terms[0][0] = octs[oct].x;
+        terms[0][1] = octs[oct].y;
+        terms[0][2] = octs[oct].z;
+        terms[0][3] = octs[oct].w;
+        arrange<Format::ORDER>(terms[0]);
+    }
+};
+
+template <typename Format>
+struct FromFloat {
+    static constexpr int TERMS = 2;
+    float4 octs[Format::OCTS][2];
+
+    __device__ __forceinline__ void load(const Bytes16* from, bool is_there)
+    {
+#pragma unroll
+        for (int oct = 0; oct < Format::OCTS; oct++)
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                octs[oct][half] = is_there ? reinterpret_cast<const float4*>(from)[2 * oct + half] : float4{};
+    }
+
+    __device__ __forceinline__ void expand(int oct, unsigned (&terms)[TERMS][4]) const
+    {
+        split<Format::ORDER>(octs[oct], terms);
+    }
+};
+
+// sums += a step of 16 rows times the tokens.
+template <typename Format, typename Activations>
+__device__ __forceinline__ void multiply_step(
+    float (&sums)[4], const typename Format::Raw& upper, const typename Format::Raw& lower, const Activations& taken)
+{
+    float products[4] = {};
+    float(&target)[4] = Format::HAS_SCALE ? products : sums;
+#pragma unroll
+    for (int oct = 0; oct < Format::OCTS; oct++) {
+        unsigned one[4], other[4], terms[Activations::TERMS][4];
+        Format::expand(upper, oct, one);
+        Format::expand(lower, oct, other);
+        taken.expand(oct, terms);
+#pragma unroll
+        for (int term = 0; term < Activations::TERMS; term++)
+            multiply_oct(target, one, other, terms[term]);
+    }
+    if (Format::HAS_SCALE) {
+        const float of_upper = Format::scale(upper), of_lower = Format::scale(lower);
+        sums[0] = fmaf(of_upper, products[0], sums[0]);
+        sums[1] = fmaf(of_upper, products[1], sums[1]);
+        sums[2] = fmaf(of_lower, products[2], sums[2]);
+        sums[3] = fmaf(of_lower, products[3], sums[3]);
+    }
 }
