@@ -3,6 +3,7 @@
 #pragma once
 
 #include "gpukit.cuh"
+#include "staging.cuh"
 
 // Say that this block is there, and what it expects; a full fence, as of a release, would wait for loads on their way.
 __device__ __forceinline__ void arrive_at_cluster()
@@ -29,9 +30,10 @@ __device__ __forceinline__ unsigned address_in_block(const void* shared, unsigne
 // Bytes that other blocks send here: one phase of an mbarrier, which ends when so many have come.
 __device__ __forceinline__ void expect_bytes(uint64* arrivals, unsigned bytes)
 {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n\t"
-                 "fence.mbarrier_init.release.cluster;\n\t"
-                 "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(arrivals)), "r"(bytes) : "memory");
+    const unsigned barrier = shared_address(arrivals);
+    init_barrier(barrier, 1);
+    fence_for_cluster();
+    arrive_and_expect(barrier, bytes);
 }
 
 __device__ __forceinline__ void wait_for_bytes(uint64* arrivals)

@@ -251,11 +251,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, EXACT_BLOCKS) gpukit_sn
     __shared__ Tokens<128, WARPS, TILE, true> memory;
     GPUKIT_STATES;
     if (dim == 128)
-        direct<128, true, false>(&memory, batch, static_cast<unsigned>(heads), states, source, destination, id_bytes_of(flags, WIDE_SLOTS), scale_of_outputs,
-            flags & NORMALIZE, signal);
+        direct<128, true, false>(&memory, batch, static_cast<unsigned>(heads), states, source, destination, id_bytes_of(flags, WIDE_SLOTS),
+                                 scale_of_outputs, flags & NORMALIZE, signal);
     else
-        direct<64, true, false>(&memory, batch, static_cast<unsigned>(heads), states, source, destination, id_bytes_of(flags, WIDE_SLOTS), scale_of_outputs,
-            flags & NORMALIZE, signal);
+        direct<64, true, false>(&memory, batch, static_cast<unsigned>(heads), states, source, destination, id_bytes_of(flags, WIDE_SLOTS),
+                                scale_of_outputs, flags & NORMALIZE, signal);
 }
 
 #define GPUKIT_RECORD_PARAMETERS                                    \
@@ -675,8 +675,8 @@ extern "C" __global__ void __launch_bounds__(32 * FOLD_WARPS, FOLD_BLOCKS) gpuki
             fold<128>(memory, states, layer_stride, log, static_cast<unsigned>(log_rows), rows, id_bytes, row_divisor, head_divisor,
                       flags & NORMALIZE, flags & SETTLED, signal);
         else
-            fold<64>(reinterpret_cast<FoldMemory<64>&>(memory), states, layer_stride, log, static_cast<unsigned>(log_rows), rows, id_bytes, row_divisor, head_divisor,
-                      flags & NORMALIZE, flags & SETTLED, signal);
+            fold<64>(reinterpret_cast<FoldMemory<64>&>(memory), states, layer_stride, log, static_cast<unsigned>(log_rows), rows, id_bytes,
+                     row_divisor, head_divisor, flags & NORMALIZE, flags & SETTLED, signal);
     } else {
         fold_history(blockIdx.x - static_cast<unsigned>(state_blocks), histories, history_layer_stride, history_slot_stride, slots, log_conv,
                      log_rows, width, channels, rows, id_bytes, row_divisor, state_blocks ? nullptr : signal);

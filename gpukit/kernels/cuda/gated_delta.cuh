@@ -1,13 +1,14 @@
 // States of the gated delta rule and how they go past tokens. A few lanes share a row of V, a warp holds several rows side by side, so a sum along
 // K is a sum in a thread's registers and two or three exchanges. What a token needs once a head (widened keys, norms, decay) half a warp, or a
-// quarter, works out for its block while the state is on its way. `advance` takes a state past one token, for every kernel that writes states. Each of its
-// operations is spelled out, and none depends on what else a thread holds, so states are the same to the bit whoever computes them.
+// quarter, works out for its block while the state is on its way. `advance` takes a state past one token, for every kernel that writes states. Each
+// of its operations is spelled out, and none depends on what else a thread holds, so states are the same to the bit whoever computes them.
 
 #pragma once
 
 #include "bf16.cuh"
 #include "cache_hints.cuh"
 #include "gpukit.cuh"
+#include "staging.cuh"
 
 using Bits = unsigned short;  // of a bfloat16
 
@@ -685,8 +686,8 @@ struct Rows {
     {
 #if __CUDA_ARCH__ >= 900
         if (threadIdx.x % 32 == 0) {
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&arrived)) : "memory");
-            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+            init_barrier(shared_address(&arrived), 1);
+            fence_for_copies();
         }
 #endif
     }
@@ -700,11 +701,8 @@ struct Rows {
         if (threadIdx.x % 32 == 0) {
             const unsigned barrier = shared_address(&arrived), size = count * DIM * bytes;
             const CachePolicy policy = states.hint ? policy_keep(states.share()) : policy_evict_first();
-            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(size) : "memory");
-            asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-                             shared_address(numbers)),
-                         "l"(begin), "r"(size), "r"(barrier), "l"(policy)
-                         : "memory");
+            arrive_and_expect(barrier, size);
+            copy_in_bulk(shared_address(numbers), begin, size, barrier, policy);
         }
         __syncwarp();
 #else
@@ -726,13 +724,7 @@ struct Rows {
     __device__ __forceinline__ void wait()
     {
 #if __CUDA_ARCH__ >= 900
-        asm volatile(
-            "{\n"
-            ".reg .pred there;\n"
-            "again:\n"
-            "mbarrier.try_wait.parity.shared::cta.b64 there, [%0], 0;\n"
-            "@!there bra again;\n"
-            "}" ::"r"(shared_address(&arrived)) : "memory");
+        wait_for_phase(shared_address(&arrived), 0);
 #else
         asm volatile("cp.async.wait_all;" ::: "memory");
 #endif

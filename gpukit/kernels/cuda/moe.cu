@@ -2,6 +2,7 @@
 // experts; selection, and the batch grouped by expert (few tokens: both in one); gate and up projections; down projections and their weighted sum.
 // Each expert's weights stream from memory to registers once, whatever the number of its tokens; the next unit's are on their way while this one's
 // sums are put together. All sums are taken in an order that follows from the geometry alone, so that a token's result never depends on the batch.
+// Few tokens of few bits have the last two launches in one, in moe_experts.cu.
 
 #include "cluster.cuh"
 #include "exchange.cuh"

@@ -45,11 +45,23 @@ __device__ __forceinline__ void init_barrier(unsigned barrier, unsigned count)
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
-// Behind the making of barriers, before a block's threads meet.
-__device__ __forceinline__ void fence_barriers()
+// Copies that this thread asks for see the barriers that it has made.
+__device__ __forceinline__ void fence_for_copies()
+{
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Other blocks of a cluster see the barriers that this thread has made, once they have met.
+__device__ __forceinline__ void fence_for_cluster()
 {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Both; behind the making of barriers, before a block's threads meet.
+__device__ __forceinline__ void fence_barriers()
+{
+    fence_for_cluster();
+    fence_for_copies();
 }
 
 __device__ __forceinline__ void arrive(unsigned barrier)
