@@ -13,6 +13,9 @@ __all__ = ["Chain", "Weights"]
 
 Weights = str | Mapping[str, int]
 
+# Equal to no question.
+_NOTHING = object()
+
 
 class Chain:
     """The bands of a pool in byte order, and the capacity queries over them.
@@ -34,8 +37,12 @@ class Chain:
         self.snapshots = 0
         # Bands that have a gate.
         self.gated: list[Band] = []
+        # Answers by question, and the last question and answer, until the epoch changes; bands that hold pages in wait for an event.
         self._available: dict[object, int] = {}
         self._schedulable: dict[object, int] = {}
+        self._last_available: tuple[object, int] = (_NOTHING, 0)
+        self._last_schedulable: tuple[object, int] = (_NOTHING, 0)
+        self._waiting: list[Band] = []
         self._known_at = -1
 
     def snapshot(self) -> list[BandState]:
@@ -75,31 +82,53 @@ class Chain:
         """See `UnifiedPool.available`."""
         if self.epoch.value != self._known_at:
             self._forget()
-        key = wanted if type(wanted) is str else tuple(wanted.items()) if type(wanted) is dict else _key(wanted)
         try:
-            return self._available[key]
-        except (KeyError, TypeError):
-            # Not remembered, or a weight that is none, as `_most` will say.
-            found = self._available[key] = self._most(wanted, moves=False)
+            # The question of last time is told by less than it takes to look one up.
+            if wanted == self._last_available[0]:
+                return self._last_available[1]
+        except ValueError:
+            # A weight that is none, as `_most` will say.
+            pass
+        found = self._answer(self._available, wanted, _key(wanted), moves=False)
+        self._last_available = (wanted if isinstance(wanted, str) else dict(wanted), found)
         return found
 
     def schedulable(self, wanted: Weights) -> int:
         """See `UnifiedPool.schedulable`."""
         if self.epoch.value != self._known_at:
             self._forget()
-        key = wanted if type(wanted) is str else tuple(wanted.items()) if type(wanted) is dict else _key(wanted)
+        if self._waiting:
+            for band in self._waiting:
+                band.collect(None)
+            if self.epoch.value != self._known_at:
+                self._forget()
         if self.gated:
             # A gate may flip without any field being bound, so what the gates say is part of the question.
-            key = (key, *[band.gate() for band in self.gated])  # type: ignore[misc]
+            gates = tuple([band.gate() for band in self.gated])  # type: ignore[misc]
+            return self._answer(self._schedulable, wanted, (gates, _key(wanted)), moves=True)
         try:
-            return self._schedulable[key]
+            if wanted == self._last_schedulable[0]:
+                return self._last_schedulable[1]
+        except ValueError:
+            pass
+        found = self._answer(self._schedulable, wanted, _key(wanted), moves=True)
+        self._last_schedulable = (wanted if isinstance(wanted, str) else dict(wanted), found)
+        return found
+
+    def _answer(self, known: dict[object, int], wanted: Weights, key: object, *, moves: bool) -> int:
+        try:
+            return known[key]
         except (KeyError, TypeError):
-            found = self._schedulable[key] = self._most(wanted, moves=True)
+            # Not remembered, or a weight that is none.
+            found = known[key] = self._most(wanted, moves=moves)
         return found
 
     def _forget(self) -> None:
         self._available.clear()
         self._schedulable.clear()
+        self._last_available = self._last_schedulable = (_NOTHING, 0)
+        # Pages begin to wait, and cease to, only together with a capacity field.
+        self._waiting = [band for band in self.bands if band.pending]
         self._known_at = self.epoch.value
 
     def _most(self, wanted: Weights, *, moves: bool) -> int:

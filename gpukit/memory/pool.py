@@ -174,9 +174,6 @@ class UnifiedPool:
         As `available`; it also collects pages whose event has fired. Bands whose gate is closed, or that hold pages in wait for an event, keep
         their span.
         """
-        for band in self.chain.bands:
-            if band.pending:
-                band.collect(None)
         return self.chain.schedulable(wanted)
 
     def fits(self, counts: Mapping[str, int], *, relieve: bool = False) -> bool:

@@ -171,6 +171,22 @@ def test_queries_refuse_what_is_no_band() -> None:
             pool.band(name)  # type: ignore[arg-type]
 
 
+def test_a_query_is_remembered_as_it_was_asked_until_something_changes() -> None:
+    pool = fused_pool()
+    for ask in (pool.available, pool.schedulable):
+        query = {"full": 1, "swa": 2}
+        first, alone, snapshots = ask(query), ask("full"), pool.chain.snapshots
+        assert (ask(query), ask("full"), ask(dict(query)), pool.chain.snapshots) == (first, alone, first, snapshots)
+        # The caller's mapping is not what is remembered.
+        query["swa"] = 1
+        assert ask(query) == ask({"full": 1, "swa": 1}) and ask({"full": 1, "swa": 2}) == first
+        for wrong in ({"full": np.ones(2), "swa": np.ones(2)}, np.ones(2), None):
+            with pytest.raises(ArgumentTypeError, match="^wanted"):
+                ask(wrong)
+    assert pool.alloc("full", 1) is not None
+    assert pool.available("full") < alone
+
+
 @pytest.mark.parametrize(
     ("error", "message", "counts"),
     [
