@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from gpukit.errors import ArgumentError, ArgumentTypeError
 from gpukit.kernels._plans import positive, whole
@@ -15,6 +15,34 @@ Weights = str | Mapping[str, int]
 
 # Equal to no question.
 _NOTHING = object()
+
+
+class _Answers:
+    """What is known of one kind of query, and the last question apart: to tell that it is asked again takes less than to look it up."""
+
+    def __init__(self, work_out: Callable[[Weights], int]):
+        self._work_out = work_out
+        self.forget()
+
+    def forget(self) -> None:
+        self._known: dict[object, int] = {}
+        self._last: tuple[object, object, int] = (_NOTHING, (), 0)
+
+    def to(self, wanted: Weights, gates: tuple[bool, ...] = ()) -> int:
+        last, last_gates, answer = self._last
+        try:
+            if wanted == last and gates == last_gates:
+                return answer
+        except ValueError:
+            # A weight that is none, as working it out will say.
+            pass
+        key = (gates, _key(wanted))
+        try:
+            answer = self._known[key]
+        except (KeyError, TypeError):
+            answer = self._known[key] = self._work_out(wanted)
+        self._last = (wanted if isinstance(wanted, str) else dict(wanted), gates, answer)
+        return answer
 
 
 class Chain:
@@ -37,11 +65,9 @@ class Chain:
         self.snapshots = 0
         # Bands that have a gate.
         self.gated: list[Band] = []
-        # Answers by question, and the last question and answer, until the epoch changes; bands that hold pages in wait for an event.
-        self._available: dict[object, int] = {}
-        self._schedulable: dict[object, int] = {}
-        self._last_available: tuple[object, int] = (_NOTHING, 0)
-        self._last_schedulable: tuple[object, int] = (_NOTHING, 0)
+        # Answers until the epoch changes, and bands that hold pages in wait for an event.
+        self._available = _Answers(lambda wanted: self._most(wanted, moves=False))
+        self._schedulable = _Answers(lambda wanted: self._most(wanted, moves=True))
         self._waiting: list[Band] = []
         self._known_at = -1
 
@@ -82,16 +108,7 @@ class Chain:
         """See `UnifiedPool.available`."""
         if self.epoch.value != self._known_at:
             self._forget()
-        try:
-            # The question of last time is told by less than it takes to look one up.
-            if wanted == self._last_available[0]:
-                return self._last_available[1]
-        except ValueError:
-            # A weight that is none, as `_most` will say.
-            pass
-        found = self._answer(self._available, wanted, _key(wanted), moves=False)
-        self._last_available = (wanted if isinstance(wanted, str) else dict(wanted), found)
-        return found
+        return self._available.to(wanted)
 
     def schedulable(self, wanted: Weights) -> int:
         """See `UnifiedPool.schedulable`."""
@@ -102,31 +119,13 @@ class Chain:
                 band.collect(None)
             if self.epoch.value != self._known_at:
                 self._forget()
-        if self.gated:
-            # A gate may flip without any field being bound, so what the gates say is part of the question.
-            gates = tuple([band.gate() for band in self.gated])  # type: ignore[misc]
-            return self._answer(self._schedulable, wanted, (gates, _key(wanted)), moves=True)
-        try:
-            if wanted == self._last_schedulable[0]:
-                return self._last_schedulable[1]
-        except ValueError:
-            pass
-        found = self._answer(self._schedulable, wanted, _key(wanted), moves=True)
-        self._last_schedulable = (wanted if isinstance(wanted, str) else dict(wanted), found)
-        return found
-
-    def _answer(self, known: dict[object, int], wanted: Weights, key: object, *, moves: bool) -> int:
-        try:
-            return known[key]
-        except (KeyError, TypeError):
-            # Not remembered, or a weight that is none.
-            found = known[key] = self._most(wanted, moves=moves)
-        return found
+        # A gate may flip without any field being bound, so what the gates say is part of the question.
+        gates = tuple([band.gate() for band in self.gated]) if self.gated else ()  # type: ignore[misc]
+        return self._schedulable.to(wanted, gates)
 
     def _forget(self) -> None:
-        self._available.clear()
-        self._schedulable.clear()
-        self._last_available = self._last_schedulable = (_NOTHING, 0)
+        self._available.forget()
+        self._schedulable.forget()
         # Pages begin to wait, and cease to, only together with a capacity field.
         self._waiting = [band for band in self.bands if band.pending]
         self._known_at = self.epoch.value
