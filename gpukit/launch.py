@@ -41,6 +41,8 @@ _MOST_PARAMETERS = 40
 _HANDLES_OF_DEFAULT_STREAMS = (0, 1, 2)
 # Shared memory that every kernel may have at its launch.
 _PLAIN_SHARED_BYTES = 48 * 1024
+# Blocks of a cluster that no device has to be asked to allow.
+_PORTABLE_CLUSTER = 8
 # Compute capability from which launches may overlap and blocks form clusters.
 _HOPPER = (9, 0)
 
@@ -166,7 +168,8 @@ class Kernel:
         return room
 
     def _fits(self, device: int, stream: int) -> bool:
-        function, bindings = devices.driver().CUfunction(self.load((), device, stream)), devices.driver()
+        bindings = devices.driver()
+        function = bindings.CUfunction(self.load((), device, stream))
         blocks, threads = self.cluster or (1, 1)
         with devices.current(device):
             if blocks > 1:
@@ -218,8 +221,8 @@ class Kernel:
             status = bindings.cuKernelSetAttribute(attribute, self.shared_bytes, kernel, device)
             if not self.cluster:
                 devices.call(status, "cuKernelSetAttribute")
-        if self.cluster and devices.properties(device).compute_capability >= _HOPPER:
-            # More than 8 blocks; a device that refuses has no room.
+        if self.cluster and self.cluster[0] > _PORTABLE_CLUSTER and devices.properties(device).compute_capability >= _HOPPER:
+            # A device that refuses has no room.
             bindings.cuKernelSetAttribute(bindings.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1, kernel, device)
         with devices.current(device):
             # Loading into the context now keeps lazy loading out of a later capture; another thread may be capturing meanwhile.

@@ -66,4 +66,4 @@ def _bytes_beside_weights(tokens: int, geometry: Geometry) -> int:
 
 
 def _in_lines(size: int) -> int:
-    return -(-size // 128) * 128
+    return 128 * blocks_for(size, 128)

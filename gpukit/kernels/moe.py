@@ -640,10 +640,7 @@ def _routing(
     rows = experts + has_shared
     tiles, padded = blocks_for(rows, _TILE), _padded(rows)
     scored = (x_at, _row(x) // 8, router_at, steps, rows, tokens, parts_at, padded, tiles, *exchanged)
-    ids_at, alpha_at, alpha_row, shared_at, shared_row = outputs
-    selected = (
-        parts_at, padded, experts, int(has_shared), tokens, ids_at, alpha_at, alpha_row, shared_at, shared_row, groups_at, owners_at, counters,
-    )  # fmt: skip
+    selected = (parts_at, padded, experts, int(has_shared), tokens, *outputs, groups_at, owners_at, counters)
     batches = blocks_for(tokens, _BATCH)
     return [(_SCORES, tiles * _SCORE_PARTS * batches, 32 * _SCORE_WARPS, scored), (_SELECT, batches, 32 * _SELECT_WARPS, selected)]
 

@@ -461,7 +461,8 @@ def test_one_launch_gives_the_bits_of_two(
     for tokens in (1, 2, 3, 8, 9, 16, 40):
         x, dest = random_bits(rng, tokens, sizes[1]), random_bits(rng, tokens, sizes[1])
         # A token that is left, if not the only one, and an expert of several tokens.
-        x[tokens // 2, 3] = 0x7FC0 if tokens > 2 else x[tokens // 2, 3]
+        if tokens > 2:
+            x[tokens // 2, 3] = 0x7FC0
         x[-1] = x[0]
         monkeypatch.setattr(_experts_in_one, "_MOST_TOKENS", dict.fromkeys(_experts_in_one.KERNELS, 64))
         found = [run(card, weights, x, dest, "decode") for _ in range(3)]

@@ -2,7 +2,6 @@
 
 #include "gated_delta.cuh"
 #include "gated_delta_verify.cuh"
-#include "mma.cuh"
 
 // Tokens one after the other. The state is stored behind the last one, or with `snapshots` behind every one in a slot of its own. What is settled
 // is read before the kernel in front has ended. `heads` is a number or a Divisor.
@@ -205,20 +204,18 @@ __device__ __forceinline__ void direct_in_bulk(
     int64 flags,                                                                                                                      \
     int64 *signal
 
-// `heads_inverse` is 2^32 / heads, as a Divisor has it.
-#define GPUKIT_HEADS const Divisor head_divisor{static_cast<unsigned>(heads), static_cast<unsigned>(heads_inverse)}
-
 #define GPUKIT_STATES                                                                                                                 \
     const States states{pool, slot_stride, slots, (flags & BFLOAT16_STATES) != 0, prefetch, upper_half(scale)};                       \
     const float scale_of_outputs = __int_as_float(static_cast<int>(scale))
 
 // `destination` holds a slot a sequence, here and in bulk.
-extern "C" __global__ void __launch_bounds__(32 * WARPS, DIRECT_BLOCKS) gpukit_direct(GPUKIT_DIRECT_PARAMETERS, int64 heads_inverse)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, DIRECT_BLOCKS) gpukit_direct(
+    GPUKIT_DIRECT_PARAMETERS, int64 heads_inverse)  // 2^32 / heads, as a Divisor has it
 {
     GPUKIT_BATCH;
     __shared__ Tokens<128, WARPS, TILE, true, HALF, true> memory;
     GPUKIT_STATES;
-    GPUKIT_HEADS;
+    const Divisor head_divisor = divisor_of(heads, heads_inverse);
     if (dim == 128 && flags & SETTLED)
         direct<128, false, true>(&memory, batch, head_divisor, states, source, destination, id_bytes_of(flags, WIDE_SLOTS), scale_of_outputs,
             flags & NORMALIZE, signal);
@@ -235,7 +232,7 @@ extern "C" __global__ void __launch_bounds__(32 * BULK_WARPS, BULK_BLOCKS) gpuki
     GPUKIT_BATCH;
     __shared__ BulkMemory<128> memory;
     GPUKIT_STATES;
-    GPUKIT_HEADS;
+    const Divisor head_divisor = divisor_of(heads, heads_inverse);
     if (dim == 128)
         direct_in_bulk<128>(memory, batch, head_divisor, states, source, destination, id_bytes_of(flags, WIDE_SLOTS), scale_of_outputs,
                             flags & NORMALIZE, flags & SETTLED, signal);
@@ -665,9 +662,9 @@ extern "C" __global__ void __launch_bounds__(32 * FOLD_WARPS, FOLD_BLOCKS) gpuki
         release_successor();
     else
         wait_for_predecessor();
-    const Divisor row_divisor{static_cast<unsigned>(row_count), static_cast<unsigned>(rows_inverse)};
+    const Divisor row_divisor = divisor_of(row_count, rows_inverse);
     if (blockIdx.x < state_blocks) {
-        const Divisor head_divisor{static_cast<unsigned>(heads), static_cast<unsigned>(heads_inverse)};
+        const Divisor head_divisor = divisor_of(heads, heads_inverse);
         const Log log{log_k, log_v, log_gates, width, key_heads, heads};
         __shared__ FoldMemory<128> memory;
         const States states{pool, slot_stride, slots, (flags & BFLOAT16_STATES) != 0, 0, upper_half(flags)};

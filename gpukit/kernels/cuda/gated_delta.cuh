@@ -85,6 +85,11 @@ struct Divisor {
     }
 };
 
+__device__ __forceinline__ Divisor divisor_of(int64 value, int64 inverse)
+{
+    return {static_cast<unsigned>(value), static_cast<unsigned>(inverse)};
+}
+
 // Which sequence, value head and rows a block works on, and which part of them a thread holds: rows first_row + groups * r.
 template <int DIM, int WARPS, int ROWS, int LANES>
 struct Place {

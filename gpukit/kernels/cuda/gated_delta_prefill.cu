@@ -16,6 +16,7 @@
 #include "bf16.cuh"
 #include "mma.cuh"
 #include "packed.cuh"
+#include "staging.cuh"
 
 using Bits = unsigned short;  // of a bfloat16
 

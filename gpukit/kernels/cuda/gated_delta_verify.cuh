@@ -631,22 +631,12 @@ __device__ __forceinline__ void solve_long(const Scratch<WIDTH>& scratch, const 
     }
 }
 
-template <bool is_there, class Type>
-struct If {
-    using type = Type;
-};
-
-template <class Type>
-struct If<false, Type> {
-    using type = Nothing;
-};
-
 // Shared memory of a verification by blocks of WARPS warps with ROWS rows a lane, behind a replay or a convolution or neither.
 template <int TOKENS, int WARPS, int ROWS, bool folds, bool convolves>
 struct RecordMemory {
     static constexpr int TILE = tile_of(WARPS, ROWS);
-    typename If<folds, Tokens<128, WARPS, TILE, false>>::type replayed;
-    typename If<convolves, Convolved<128, TOKENS, TILE>>::type convolved;
+    typename Choice<folds, Tokens<128, WARPS, TILE, false>, Nothing>::type replayed;
+    typename Choice<convolves, Convolved<128, TOKENS, TILE>, Nothing>::type convolved;
     Scratch<TOKENS> scratch[WARPS];
 };
 

@@ -55,6 +55,17 @@ __device__ __forceinline__ void store_streaming(Bytes* address, Bytes value)
     __stcs(address, value);
 }
 
+// One of two types.
+template <bool is_first, class First, class Second>
+struct Choice {
+    using type = First;
+};
+
+template <class First, class Second>
+struct Choice<false, First, Second> {
+    using type = Second;
+};
+
 __device__ __forceinline__ unsigned shared_address(const void* at)
 {
     return static_cast<unsigned>(__cvta_generic_to_shared(at));

@@ -67,18 +67,3 @@ __device__ __forceinline__ void load_right_transposed(unsigned (&to)[4], const u
 {
     load_matrices(to, name_row(matrix, row, column, lane, lane / 16, lane / 8 % 2));
 }
-
-// Sixteen bytes from global to shared memory that arrive later, past L1; zeros, and nothing read, unless `is_there`.
-__device__ __forceinline__ void copy_later(void* to, const void* from, bool is_there)
-{
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                 :
-                 : "r"(shared_address(to)), "l"(from), "r"(is_there ? 16 : 0)
-                 : "memory");
-}
-
-// Until the copies of this thread have arrived; a barrier makes them those of all.
-__device__ __forceinline__ void wait_for_copies()
-{
-    asm volatile("cp.async.wait_all;" ::: "memory");
-}

@@ -18,7 +18,6 @@ constexpr int SELECT_WARPS = 16;
 constexpr int GATE_WARPS = 4;
 constexpr int GATE_BLOCKS = 3;
 constexpr int DOWN_WARPS = 16;
-constexpr int TILE = 16;
 // Octs of activations that are on their way, from the L1: a step or two.
 constexpr int OCTS_AHEAD = 2;
 // Lines that a lane asks for at once: all of a unit of the usual sizes.
@@ -218,20 +217,22 @@ __device__ __forceinline__ void begin_segment(Segment* segment, int expert, int 
     *reinterpret_cast<Bytes16*>(segment->routes) = Bytes16{};
 }
 
+// What is chosen for every token, and for the later launches.
+#define ROUTING_PARAMETERS                                                                                                                     \
+    int64 experts, int64 has_shared, int64 tokens,                                                                                             \
+    int* ids,             /* [tokens, TOP] */                                                                                                  \
+    float* alpha,         /* rows of alpha_row */                                                                                              \
+    int64 alpha_row,                                                                                                                           \
+    float* shared_scale,  /* shared_row apart */                                                                                               \
+    int64 shared_row,                                                                                                                          \
+    Groups* groups        /* of a single block or cluster, or 0 */
+
 // Selection for 64 tokens a block, or a check of given ids, and what the later launches want to know of the batch: all in one launch, because a
 // launch costs as much as any of it.
 extern "C" __global__ void __launch_bounds__(SELECT_WARPS * 32) gpukit_select(
     const float* parts,     // [SCORE_PARTS, tokens, row], 0 where ids are given
     int64 row,
-    int64 experts,
-    int64 has_shared,
-    int64 tokens,
-    int* ids,               // [tokens, TOP]
-    float* alpha,           // rows of alpha_row
-    int64 alpha_row,
-    float* shared_scale,    // shared_row apart
-    int64 shared_row,
-    Groups* groups,         // of a single block, or 0
+    ROUTING_PARAMETERS,
     uint64* owners,         // [blocks, experts]: tokens of each expert as bits, or 0
     int64* signal)
 {
@@ -530,15 +531,7 @@ extern "C" __global__ void CLUSTER(ROUTE_BLOCKS) __launch_bounds__(ROUTE_WARPS *
     int64 x_row,
     const char* router,     // [experts and the shared one, 32 * steps] bfloat16
     int64 steps,
-    int64 experts,
-    int64 has_shared,
-    int64 tokens,
-    int* ids,               // [tokens, TOP]
-    float* alpha,           // rows of alpha_row
-    int64 alpha_row,
-    float* shared_scale,    // shared_row apart
-    int64 shared_row,
-    Groups* groups,         // or 0
+    ROUTING_PARAMETERS,
     Bytes16* act,           // as in `gpukit_scores`
     int64 act_vectors,
     int64* signal)
@@ -782,9 +775,6 @@ __device__ __forceinline__ void stream(Work& work, int unit, int apart, int unit
         unit += apart;
     }
 }
-
-// Elements of a row that a warp takes in the geometries that this is tuned for: 2,048 by four warps, or 512.
-constexpr int KNOWN_LENGTH = 512;
 
 template <typename Format, int STAGES, typename Work>
 __device__ __forceinline__ void stream(Work& work, int unit, int apart, int units)

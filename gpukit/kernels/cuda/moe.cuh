@@ -5,11 +5,11 @@
 #pragma once
 
 #include "bf16.cuh"
-#include "staging.cuh"
 #include "cache_hints.cuh"
 #include "gpukit.cuh"
 #include "half.cuh"
 #include "mma.cuh"
+#include "staging.cuh"
 
 // Routed experts of a token.
 constexpr int TOP = 8;
@@ -17,6 +17,10 @@ constexpr int MOST_EXPERTS = 256;
 // Tokens that are grouped together, and those that share one reading of an expert from the L2.
 constexpr int BATCH = 64;
 constexpr int COLUMNS = 8;
+// Rows of a tile.
+constexpr int TILE = 16;
+// Elements of a row that a warp takes in the geometries that the decode schedule is tuned for: 2,048 by four warps, or 512.
+constexpr int KNOWN_LENGTH = 512;
 
 // Up to eight tokens of an expert.
 struct Segment {

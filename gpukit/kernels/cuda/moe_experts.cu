@@ -22,7 +22,6 @@ constexpr int SHARED_BYTES = 227 * 1024;
 constexpr int ENTRIES = 16;
 constexpr int CLAIMS = 2;
 static_assert(GROUPS < ENTRIES, "a round of the ring is longer than one of the groups");
-constexpr int TILE = 16;
 // Rows of a tile of gate and up projections that lie side by side.
 constexpr int GATE_ROWS = TILE / 2;
 // Octs of activations, or of their terms, that a warp has in shared memory at once.
@@ -260,16 +259,14 @@ struct Activations {
     }
 
     // Columns without a token have the first one's: nobody looks at their sums.
-    __device__ __forceinline__ Shared<TERMS> step(int number) const
+    __device__ __forceinline__ Shared<TERMS> first_step() const
     {
         const int line = (thread & 31) >> 2, quad = thread & 3, token = line < segment.count ? line : 0;
         const unsigned apart = 16 * TERMS << log_tokens;
-        return {buffer + (4 * number + quad) * Format::OCTS * apart + 16 * TERMS * token, apart};
+        return {buffer + quad * Format::OCTS * apart + 16 * TERMS * token, apart};
     }
 };
 
-// Elements that a warp sums up in the geometries that this is tuned for: a quarter of 2,048, or 512.
-constexpr int KNOWN_LENGTH = 512;
 // Elsewhere registers do not suffice, or nobody has measured it.
 constexpr bool IS_MEASURED = __CUDA_ARCH__ == 900;
 
@@ -326,17 +323,6 @@ __device__ __forceinline__ Bank choose(bool is_first, const Bank& first, const B
 {
     return {is_first ? first.base : second.base, is_first ? first.high : second.high, is_first ? first.scales : second.scales};
 }
-
-// The other format that a shared expert may have.
-template <bool HAS_OTHER, typename Usual>
-struct Other {
-    using Format = Usual;
-};
-
-template <typename Usual>
-struct Other<true, Usual> {
-    using Format = Wide;
-};
 
 // A number that goes on, as a place among so many and the parity of its round.
 template <int COUNT>
@@ -417,8 +403,9 @@ __device__ __forceinline__ void take_work(const Block& block)
 // The warps that ask for weights, all of them for a part of every unit.
 template <typename Gate, typename Down, bool HAS_OTHER>
 struct Asking {
-    using OtherGate = typename Other<HAS_OTHER, Gate>::Format;
-    using OtherDown = typename Other<HAS_OTHER, Down>::Format;
+    // The formats that a shared expert may have beside those of the banks.
+    using OtherGate = typename Choice<HAS_OTHER, Wide, Gate>::type;
+    using OtherDown = typename Choice<HAS_OTHER, Wide, Down>::type;
     const Block& block;
     const Bank &gate_up, &shared_gate_up, &down, &shared_down;
     bool is_gate_up_other, is_down_other;
@@ -584,8 +571,9 @@ struct Asking {
 // A warp of a group that sums up.
 template <typename Gate, typename Down, bool HAS_OTHER>
 struct Summing {
-    using OtherGate = typename Other<HAS_OTHER, Gate>::Format;
-    using OtherDown = typename Other<HAS_OTHER, Down>::Format;
+    // The formats that a shared expert may have beside those of the banks.
+    using OtherGate = typename Choice<HAS_OTHER, Wide, Gate>::type;
+    using OtherDown = typename Choice<HAS_OTHER, Wide, Down>::type;
     const Block& block;
     unsigned buffers;  // of all groups
     float (*sums_of_paths)[TILE];
@@ -723,7 +711,7 @@ struct Summing {
         };
         constexpr int KNOWN = KNOWN_LENGTH / Format::STEP, STEP_OCTS = 4 * Format::OCTS;
         Activations<Format> activations(own_segment(), buffer, thread, steps * STEP_OCTS);
-        const Shared<2> first = activations.step(0);
+        const Shared<2> first = activations.first_step();
         float sums[4] = {};
         if (IS_MEASURED && steps == KNOWN && activations.log_tokens == 0) {
             activations.bring(0, row_of);

@@ -39,6 +39,21 @@ __device__ __forceinline__ void store_shared16(unsigned address, Bytes16 v)
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
+// Sixteen bytes from global to shared memory that arrive later, past L1; zeros, and nothing read, unless `is_there`.
+__device__ __forceinline__ void copy_later(void* to, const void* from, bool is_there)
+{
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :
+                 : "r"(shared_address(to)), "l"(from), "r"(is_there ? 16 : 0)
+                 : "memory");
+}
+
+// Until the copies of this thread have arrived; a barrier makes them those of all.
+__device__ __forceinline__ void wait_for_copies()
+{
+    asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
 // A barrier whose phase ends when `count` have arrived and all bytes that they expect have come.
 __device__ __forceinline__ void init_barrier(unsigned barrier, unsigned count)
 {
