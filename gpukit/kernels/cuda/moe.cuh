@@ -31,7 +31,7 @@ struct Segment {
     Bytes2 routes[COLUMNS];  // 16 times the token and its rank of the expert: 0 … 7, 8 for the shared one
 };
 
-// How many units of work blocks have taken, and how many results are there: 0 when a batch has been grouped. Each is in a line of its own.
+// How many turns blocks have taken, and how many results are there: 0 when a batch has been grouped. Each is in a line of its own.
 struct Counts {
     unsigned taken;
     unsigned beside_taken[31];

@@ -18,7 +18,7 @@ constexpr int SUMMING_THREADS = 32 * SUMMING_WARPS;
 constexpr int EXPERTS_THREADS = 32 * (SUMMING_WARPS + OTHER_WARPS);
 // Shared memory of a block, sized at the launch.
 constexpr int SHARED_BYTES = 227 * 1024;
-// Most units that are on their way, more than there are groups, and numbers of units that have been taken.
+// Most units that are on their way, more than there are groups, and turns that have been taken.
 constexpr int ENTRIES = 16;
 constexpr int CLAIMS = 2;
 static_assert(GROUPS < ENTRIES, "a round of the ring is longer than one of the groups");
@@ -72,7 +72,7 @@ struct Ring {
     uint64 all_done;
     uint64 claimed[CLAIMS];
     uint64 taken[CLAIMS];
-    int claims[CLAIMS];
+    int claims[CLAIMS];  // turns
     int segments_there, shared_segments;
     Unit units[ENTRIES];
 };
@@ -370,32 +370,49 @@ struct Block {
     }
 };
 
-// The first claim is most of a block's share; the rest, one by one, is to even out.
-__device__ __forceinline__ int first_claim(const Block& block)
+// Gate and up projections are done in turns, which blocks take from a counter. The first turns, as many as there are blocks, are most of a block's
+// share; the others, a unit each, are to even out.
+struct Turns {
+    int units, first_length;
+
+    __device__ __forceinline__ explicit Turns(const Block& block) : units(block.gate_units())
+    {
+        const int share = units / static_cast<int>(gridDim.x);
+        first_length = max(1, share - share / 8);
+    }
+
+    __device__ __forceinline__ int begin(int turn) const
+    {
+        const int long_ones = min(turn, static_cast<int>(gridDim.x));
+        return min(long_ones * first_length + (turn - long_ones), units);
+    }
+};
+
+__device__ __forceinline__ int take_turn(const Experts& call)
 {
-    const int share = block.gate_units() / static_cast<int>(gridDim.x);
-    return max(1, share - share / 8);
+    return static_cast<int>(atomicAdd(&call.counts->taken, 1));
 }
 
-// The warp that takes work, the next while the other warps have some in hand, and waits for all results: a single lane of a block, so that it does
+// The warp that takes turns, the next while the other warps have some in hand, and waits for all results: a single lane of a block, so that it does
 // not keep from the memory those that it waits for. That most are there is known from their number, that all are from themselves.
-__device__ __forceinline__ void take_work(const Block& block)
+__device__ __forceinline__ void take_work(const Block& block, int turn)
 {
     if (threadIdx.x & 31)
         return;
+    const Turns turns(block);
     Cursor<CLAIMS> cursor;
 #pragma unroll 1
-    for (int number = 0;; number++) {
-        if (number >= CLAIMS)
+    while (true) {
+        if (cursor.number >= CLAIMS)
             wait_for_phase(shared_address(&block.ring.taken[cursor.place()]), cursor.parity() ^ 1);
-        const int unit = static_cast<int>(atomicAdd(&block.call.counts->taken, static_cast<unsigned>(number ? 1 : first_claim(block))));
-        block.ring.claims[cursor.place()] = unit;
+        block.ring.claims[cursor.place()] = turn;
         arrive(shared_address(&block.ring.claimed[cursor.place()]));
-        if (unit >= block.gate_units())
+        if (turns.begin(turn) == turns.units)
             break;
         cursor.number += 1;
+        turn = take_turn(block.call);
     }
-    while (load_relaxed(&block.call.counts->done) < static_cast<unsigned>(block.gate_units()))
+    while (load_relaxed(&block.call.counts->done) < static_cast<unsigned>(turns.units))
         __nanosleep(20);
     arrive(shared_address(&block.ring.all_done));
 }
@@ -545,22 +562,25 @@ struct Asking {
 
     __device__ __forceinline__ void run()
     {
+        const Turns turns(block);
         Cursor<CLAIMS> cursor;
-        int length = first_claim(block);
 #pragma unroll 1
         while (true) {
-            wait_for_phase(shared_address(&block.ring.claimed[cursor.place()]), cursor.parity());
-            const int first = block.ring.claims[cursor.place()];
-            __syncwarp();
-            if (first >= block.gate_units())
-                break;
-            if ((threadIdx.x & 31) == 0)
+            // One lane reads, and says that it has: the others may be late.
+            int turn = 0;
+            if ((threadIdx.x & 31) == 0) {
+                wait_for_phase(shared_address(&block.ring.claimed[cursor.place()]), cursor.parity());
+                turn = block.ring.claims[cursor.place()];
                 arrive(shared_address(&block.ring.taken[cursor.place()]));
+            }
+            turn = __shfl_sync(~0u, turn, 0);
+            const int begin = turns.begin(turn), end = turns.begin(turn + 1);
+            if (begin == turns.units)
+                break;
             cursor.number += 1;
 #pragma unroll 1
-            for (int unit = first; unit < min(first + length, block.gate_units()); unit++)
+            for (int unit = begin; unit < end; unit++)
                 push_gate_up(unit);
-            length = 1;
         }
         push_tiles();
         push_for_all(END, 0);
@@ -859,6 +879,8 @@ __device__ __forceinline__ void run_experts(
     prefetch_all(shared_gate_up.base, call.shared_bytes);
     prefetch_all(call.ahead, call.ahead_bytes);
     wait_for_predecessor();
+    // The first turn comes while the rest is loaded.
+    const int turn = threadIdx.x == 32 * (SUMMING_WARPS + ASKING_WARPS) ? take_turn(call) : 0;
     if (threadIdx.x == 0) {
         ring.segments_there = __ldcg(&call.groups->segments);
         ring.shared_segments = __ldcg(&call.groups->shared_segments);
@@ -875,7 +897,7 @@ __device__ __forceinline__ void run_experts(
     const Block block = {call, ring, segments, tokens_at, other_tokens_at, token_bytes};
     __syncthreads();
     if (warp == SUMMING_WARPS + ASKING_WARPS) {
-        take_work(block);
+        take_work(block, turn);
     } else if (warp >= SUMMING_WARPS) {
         const int own = ASKING_WARPS * static_cast<int>(threadIdx.x & 31) + warp - SUMMING_WARPS;
         Asking<Gate, Down, HAS_OTHER> asking = {
