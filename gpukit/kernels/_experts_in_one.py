@@ -9,7 +9,7 @@ from gpukit.launch import Kernel
 __all__ = ["KERNELS", "THREADS", "is_better", "most_segments"]
 
 # Most tokens for which one launch is quicker than two, on an H200, by the formats of the gate and up bank and of the down bank.
-_MOST_TOKENS = {("fp8", "fp8"): 2, ("q4", "q4"): 3, ("q4", "q5"): 3, ("q5", "q5"): 3, ("q6", "q6"): 4, ("w8", "w8"): 4}
+_MOST_TOKENS = {("fp8", "fp8"): 1, ("q4", "q4"): 1, ("q4", "q5"): 1, ("q5", "q5"): 1, ("q6", "q6"): 3, ("w8", "w8"): 4}
 # Constants of cuda/moe_experts.cu: warps of a block that sum up, in groups that share a unit of weights, and all others; shared memory of a block,
 # what the ring has of it, and each warp that sums up.
 _GROUPS = 3
@@ -59,7 +59,7 @@ def _staged_bytes(rows: int, length: int, kind: str) -> int:
 
 
 def _bytes_beside_weights(tokens: int, geometry: Geometry) -> int:
-    """Ring, buffers and residuals, segments, sums of all paths of a tile, their weights, and the tokens, in two orders if there are two formats."""
+    """Ring, buffers and residuals, segments, sums of all paths of a tile, their weights, and the tokens, once in each order."""
     fixed = _RING_BYTES + _GROUPS * _GROUP_WARPS * (_BUFFER_BYTES + 4 * 32)
     of_batch = 32 * most_segments(tokens, geometry) + 4 * _TILE * tokens * geometry.paths + 4 * tokens * (TOP + 1)
     return _in_lines(_in_lines(fixed + of_batch) + tokens * (2 * geometry.hidden + 64) * (1 + geometry.is_gate_up_other))

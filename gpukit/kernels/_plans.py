@@ -13,6 +13,7 @@ __all__ = [
     "THREADS",
     "allocate",
     "blocks_for",
+    "inverse",
     "out_vector",
     "page_shift",
     "positive",
@@ -108,6 +109,11 @@ def allocate(name: str, shape: int | tuple[int, ...], dtype: str, like: Any, str
 def blocks_for(count: int, threads: int = THREADS) -> int:
     """Blocks that give every one of `count` elements a thread."""
     return (count + threads - 1) // threads
+
+
+def inverse(divisor: int) -> int:
+    """What a kernel divides by a number with: 2^32 / divisor, rounded down to 32 bits."""
+    return min(2**32 // divisor, 2**32 - 1)
 
 
 def refuse_other_device(name: str, where: int, device: int) -> None:

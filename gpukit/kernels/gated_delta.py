@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from gpukit import checks
 from gpukit.arrays import ITEMSIZE, describe
 from gpukit.errors import ArgumentError, ArgumentTypeError, Signal
-from gpukit.kernels._plans import refuse_other_device, signal_pointer
+from gpukit.kernels._plans import inverse, refuse_other_device, signal_pointer
 from gpukit.kernels._recurrent import (
     batch_inputs,
     column_inputs,
@@ -200,7 +200,7 @@ def direct(
     flags = _flags(normalize, pool, id_type) | _SETTLED * bool(settled)
     arguments = (
         *inputs, out_at, items, tokens, key_heads, pool.heads, pool.dim, states_at(pool, layer), pool.slot_stride, pool.slots,
-        slots_at, destination_at, ahead, float_bits(scale) | hint, flags, counters, _inverse(pool.heads),
+        slots_at, destination_at, ahead, float_bits(scale) | hint, flags, counters, inverse(pool.heads),
     )  # fmt: skip
     heads = items * pool.heads
     if heads * pool.dim * pool.dim in _BULK_NUMBERS:
@@ -767,7 +767,7 @@ def fold(
         return nothing()
     arguments = (
         pool.pointer, pool.layer_stride, pool.slot_stride, pool.slots, log.k_pointer, log.v_pointer, log.gates_pointer, log.rows, log.width,
-        log.key_heads, pool.heads, pool.dim, rows_at, ITEMSIZE[id_type], count, _inverse(pool.heads), _inverse(count),
+        log.key_heads, pool.heads, pool.dim, rows_at, ITEMSIZE[id_type], count, inverse(pool.heads), inverse(count),
         _flags(normalize, pool) | _SETTLED * bool(settled) | hint, state_blocks, pool.conv_pointer, pool.conv_layer_stride, pool.conv_slot_stride,
         log.conv_pointer, pool.channels, counters,
     )  # fmt: skip
@@ -845,11 +845,6 @@ def _convolve_and_record(
 
 def _flags(normalize: bool, pool: StatePool, slots: str = "int32") -> int:
     return _NORMALIZE * bool(normalize) | _BFLOAT16_STATES * (pool.itemsize == 2) | _WIDE_SLOTS * (slots == "int64")
-
-
-def _inverse(divisor: int) -> int:
-    """2^32 / divisor, rounded down to 32 bits."""
-    return min(2**32 // divisor, 2**32 - 1)
 
 
 def _hint(keep: Any) -> int:

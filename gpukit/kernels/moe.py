@@ -7,14 +7,14 @@ beside it. The schedule "prefill" is for many tokens, where every expert has eno
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpukit import arrays, devices
 from gpukit.arrays import ITEMSIZE
 from gpukit.errors import ArgumentError, Signal
 from gpukit.kernels import _experts_in_one
 from gpukit.kernels._moe import TOP, Fp8, Geometry, MoeWeights, geometry_of, router_experts
-from gpukit.kernels._plans import allocate, blocks_for, signal_pointer, whole
+from gpukit.kernels._plans import allocate, blocks_for, inverse, signal_pointer, whole
 from gpukit.kernels._row_split import RowSplit
 from gpukit.kernels._tensors import BF16, NUMBERS, Tensor, like_shape, refuse_overlap, require_aligned, tensor
 from gpukit.kernels.reference import moe as reference
@@ -28,6 +28,7 @@ _SCORES = Kernel("moe", "scores", language="cuda", early=True)
 _SELECT = Kernel("moe", "select", language="cuda", early=True)
 _GATE_UP = {name: Kernel("moe", f"gate_up_{name}", language="cuda", early=True) for name in _FORMATS}
 _DOWN = {name: Kernel("moe", f"down_{name}", language="cuda", early=True) for name in _FORMATS}
+_HAND_ON = Kernel("moe", "hand_on", language="cuda", early=True)
 _SCAN = Kernel("moe_prefill", "scan", language="cuda", early=True)
 _GATHER = Kernel("moe_prefill", "gather", language="cuda", early=True)
 _REDUCE = Kernel("moe_prefill", "prefill_reduce", language="cuda", early=True)
@@ -58,9 +59,15 @@ _FEW_STEPS = 64
 _ROUTE_BLOCKS = 16
 _ROUTE_WARPS = 16
 _GATE_WARPS = 4
-_DOWN_WARPS = 16
+_DOWN_WARPS = 12
 # sizeof(Groups), and where its counts are
 _GROUPS_BYTES, _COUNTS_AT = 384 + 384 * 32, 128
+_HANDING_THREADS = 128
+# How activations are handed on: as float32, or as the terms that tensor cores take, by the down bank's format: its order, and four times its octs.
+_AS_FLOATS = 0
+_AS_TERMS = {"bf16": 0 + 4, "fp8": 2 + 8, "q4": 1 + 8, "q5": 1 + 8, "q6": 1 + 8, "w8": 2 + 4}
+# Tiles of 8 gate and up rows in a unit of work.
+_GATE_TILES = {"bf16": 1, "fp8": 2, "q4": 1, "q5": 1, "q6": 1, "w8": 1}
 # Blocks of the gate and up projections that fit on a multiprocessor.
 _GATE_BLOCKS = 3
 # Most tokens for which the shared expert is fetched while experts are chosen: later it is a small part of all.
@@ -202,8 +209,8 @@ def gate_up(
         Of which the router only says how many experts there are.
     out : float32 array, shape (T, 9, I), or (T, 8, I) without a shared expert, optional
         Receives the activations, in the order of `ids`, those of the shared expert last; contiguous, at a multiple of 16.
-    workspace : uint8 array, shape (at least 12,320,), optional
-        Scratch, contiguous, at a multiple of 16; a new one by default. That of `sparse_moe` will do.
+    workspace : uint8 array, shape (at least ``workspace_bytes(T, weights, "decode")``,), optional
+        Scratch, contiguous, at a multiple of 16; a new one by default.
     stream : stream, optional
         Where to launch; the current stream of `x`'s library by default.
     signal : Signal, optional
@@ -239,19 +246,21 @@ def gate_up(
     handle = choose(stream, x) if device >= 0 else 0
     counters = signal_pointer(signal, device) if signal is not None and device >= 0 else 0
     out, out_at = _result(out, "out", (tokens, geometry.paths, geometry.width), "float32", x, device, handle)
-    groups_at = _workspace_address(workspace, _GROUPS_BYTES, device)
+    needed = _layout(tokens, geometry, "decode")[-1]
+    workspace_at = _workspace_address(workspace, needed, device)
     if device < 0:
         return host(reference.gate_up, x, ids, weights, out, signal=signal)
     if tokens == 0:
         return nothing(out)
     if workspace is None:
-        workspace, groups_at = allocate("workspace", _GROUPS_BYTES, "uint8", x, handle)
+        workspace, workspace_at = allocate("workspace", needed, "uint8", x, handle)
+    scratch = _scratch(tokens, geometry, workspace_at)
     launches: list[Launch] = []
     for first in range(0, tokens, _BATCH):
         some = min(_BATCH, tokens - first)
-        launches.append(_grouping(ids_at + 4 * TOP * first, some, geometry, groups_at, counters))
+        launches.append(_grouping(ids_at + 4 * TOP * first, some, geometry, scratch.groups, counters))
         act_at = out_at + 4 * geometry.paths * geometry.width * first
-        launches.append(_gate_up(tokens_of_x, first, some, geometry, groups_at, act_at, device))
+        launches.append(_gate_up(tokens_of_x, first, some, geometry, scratch.groups, act_at, (_AS_FLOATS, _AS_FLOATS), device))
     return launch_all(launches, device, handle, out, workspace)
 
 
@@ -296,9 +305,9 @@ def down_add(
 
     Notes
     -----
-    Two launches for every 64 tokens, no host synchronisation, safe inside a capture when `workspace` is given. Sums are float32, in the order
+    Three launches for every 64 tokens, no host synchronisation, safe inside a capture when `workspace` is given. Sums are float32, in the order
     residual, experts by rank, shared expert, and rounded once. Activations are float32; each goes to the tensor cores as two bfloat16 numbers
-    that keep 16 bits of it.
+    that keep 16 bits of it, made by the second launch. In `sparse_moe` those that make the activations make the numbers too.
 
     Examples
     --------
@@ -323,20 +332,23 @@ def down_add(
     act_at = _given(act, "act", (tokens, geometry.paths, geometry.width), "float32", device)
     require_aligned("act", act_at)
     counters = signal_pointer(signal, device) if signal is not None and device >= 0 else 0
-    groups_at = _workspace_address(workspace, _GROUPS_BYTES, device)
+    needed = _layout(tokens, geometry, "decode")[-1]
+    workspace_at = _workspace_address(workspace, needed, device)
     if device < 0:
         return host(reference.down_add, ids, alpha, shared_scale, act, weights, dest, signal=signal)
     handle = choose(stream, dest)
     if tokens == 0:
         return nothing(dest)
     if workspace is None:
-        workspace, groups_at = allocate("workspace", _GROUPS_BYTES, "uint8", dest, handle)
+        workspace, workspace_at = allocate("workspace", needed, "uint8", dest, handle)
+    scratch = _scratch(tokens, geometry, workspace_at)
     launches: list[Launch] = []
     for first in range(0, tokens, _BATCH):
         some = min(_BATCH, tokens - first)
-        launches.append(_grouping(ids_at + 4 * TOP * first, some, geometry, groups_at, counters))
-        at = (act_at + 4 * geometry.paths * geometry.width * first, alpha_at + 4 * TOP * first, shared_at + 4 * first if shared_at else 0)
-        launches.append(_down(residual, first, some, geometry, groups_at, *at, are_groups_ready=False))
+        launches.append(_grouping(ids_at + 4 * TOP * first, some, geometry, scratch.groups, counters))
+        launches.append(_hand_on(some, geometry, scratch, act_at + 4 * geometry.paths * geometry.width * first))
+        at = (scratch.act, alpha_at + 4 * TOP * first, shared_at + 4 * first if shared_at else 0)
+        launches.append(_down(residual, first, some, geometry, scratch.groups, *at))
     return launch_all(launches, device, handle, dest, workspace)
 
 
@@ -384,8 +396,8 @@ def sparse_moe(
     Notes
     -----
     No host synchronisation, safe inside a capture when `workspace` is given. "decode" takes four launches for every 64 tokens: scores; selection
-    and grouping; `gate_up`; `down_add`; the first two are one where they are in `route`, the last two are one for up to two tokens in fp8, three in
-    q4 or q5, four in q6 or w8, both banks being of a format or in q4 and q5, where blocks have 227 KiB of shared memory. All of them may overlap
+    and grouping; `gate_up`; `down_add`; the first two are one where they are in `route`, the last two are one for a token in fp8, q4 or q5, up to
+    three in q6 and four in w8, both banks being of a format or in q4 and q5, where blocks have 227 KiB of shared memory. All of them may overlap
     (`gpukit.launch.overlapping`): weights are on their way before launches in front have ended, none of which may write them. A token's result has
     the same bits whatever is beside it, within a schedule.
 
@@ -557,8 +569,23 @@ def _layout(tokens: int, geometry: Geometry, schedule: str) -> tuple[int, ...]:
             4 * geometry.experts, _RUNS_BYTES + _RUN_BYTES * most, 4 * places, 4 * places, 4 * places * geometry.width, 4 * places * geometry.hidden,
         )  # fmt: skip
     some = min(tokens, _BATCH)
-    parts = route_workspace(some, rows)
-    return _offsets(_GROUPS_BYTES, parts, 4 * TOP * some, 4 * TOP * some, 4 * some, 4 * some * geometry.paths * geometry.width)
+    choice = (route_workspace(some, rows), 4 * TOP * some, 4 * TOP * some, 4 * some)
+    return _offsets(_GROUPS_BYTES, *choice, 4 * some * geometry.paths * geometry.width)
+
+
+class _Scratch(NamedTuple):
+    """Addresses of the parts of a workspace for "decode"."""
+
+    groups: int
+    parts: int  # of scores
+    ids: int
+    alpha: int
+    shared_scale: int
+    act: int  # as terms
+
+
+def _scratch(tokens: int, geometry: Geometry, workspace_at: int) -> _Scratch:
+    return _Scratch(*(workspace_at + offset for offset in _layout(tokens, geometry, "decode")[:-1]))
 
 
 def _tokens(x: Any) -> Tensor:
@@ -656,17 +683,38 @@ def _fetched(tokens: int, geometry: Geometry) -> tuple[int, int, int]:
     return (geometry.shared_gate_up_bytes, geometry.shared_down[0], geometry.shared_down_bytes) if tokens <= _FETCHED_TO else (0, 0, 0)
 
 
-def _gate_up(x: Tensor, first: int, tokens: int, geometry: Geometry, groups_at: int, act_at: int, device: int) -> Launch:
-    blocks = min(_experts_in_one.most_segments(tokens, geometry) * (geometry.width // 8), _GATE_BLOCKS * devices.properties(device).multiprocessors)
+def _terms(geometry: Geometry) -> tuple[int, int]:
+    """What activations of routed experts and of the shared one are as terms."""
+    return _AS_TERMS[geometry.down_format], _AS_TERMS["w8" if geometry.is_down_other else geometry.down_format]
+
+
+def _gate_up(x: Tensor, first: int, tokens: int, geometry: Geometry, groups_at: int, act_at: int, handing: tuple[int, int], device: int) -> Launch:
+    tiles = geometry.width // (8 * _GATE_TILES[geometry.gate_up_format])
+    blocks = min(_experts_in_one.most_segments(tokens, geometry) * tiles, _GATE_BLOCKS * devices.properties(device).multiprocessors)
     arguments = (
         *geometry.gate_up, *geometry.shared_gate_up, int(geometry.is_gate_up_other), x[0] + 2 * first * _row(x), _row(x) // 8,
-        geometry.hidden, geometry.width, groups_at, act_at, geometry.paths, *_fetched(tokens, geometry),
+        geometry.hidden, geometry.width, groups_at, act_at, geometry.paths, *handing, tiles, inverse(tiles), *_fetched(tokens, geometry),
     )  # fmt: skip
     return _GATE_UP[geometry.gate_up_format], blocks, 32 * _GATE_WARPS, arguments
 
 
+def _hand_on(tokens: int, geometry: Geometry, scratch: _Scratch, act_at: int) -> Launch:
+    octs = geometry.width // 8
+    arguments = (act_at, tokens, geometry.paths, octs, *_terms(geometry), scratch.groups, scratch.act)
+    return _HAND_ON, blocks_for(tokens * geometry.paths * octs, _HANDING_THREADS), _HANDING_THREADS, arguments
+
+
 def _down(
-    dest: Tensor, first: int, tokens: int, geometry: Geometry, groups_at: int, act_at: int, alpha_at: int, shared_at: int, *, are_groups_ready: bool
+    dest: Tensor,
+    first: int,
+    tokens: int,
+    geometry: Geometry,
+    groups_at: int,
+    act_at: int,
+    alpha_at: int,
+    shared_at: int,
+    *,
+    are_groups_ready: bool = False,
 ) -> Launch:
     row = dest[2][0]
     arguments = (
@@ -676,15 +724,13 @@ def _down(
     return _DOWN[geometry.down_format], geometry.hidden // _TILE, 32 * _DOWN_WARPS, arguments
 
 
-def _experts(
-    x: Tensor, dest: Tensor, first: int, tokens: int, geometry: Geometry, groups_at: int, act_at: int, alpha_at: int, shared_at: int, device: int
-) -> Launch:
+def _experts(x: Tensor, dest: Tensor, first: int, tokens: int, geometry: Geometry, scratch: _Scratch, shared_at: int, device: int) -> Launch:
     row = dest[2][0]
     arguments = (
         *geometry.gate_up, *geometry.shared_gate_up, int(geometry.is_gate_up_other), *geometry.down, *geometry.shared_down,
-        int(geometry.is_down_other), x[0] + 2 * first * _row(x), _row(x) // 8, geometry.hidden, geometry.width, groups_at, groups_at + _COUNTS_AT,
-        act_at, geometry.paths, alpha_at, shared_at, dest[0] + 2 * first * row, row, tokens, _experts_in_one.most_segments(tokens, geometry),
-        *_fetched(tokens, geometry),
+        int(geometry.is_down_other), x[0] + 2 * first * _row(x), _row(x) // 8, geometry.hidden, geometry.width, scratch.groups,
+        scratch.groups + _COUNTS_AT, scratch.act, geometry.paths, *_terms(geometry), scratch.alpha, shared_at, dest[0] + 2 * first * row, row,
+        tokens, _experts_in_one.most_segments(tokens, geometry), *_fetched(tokens, geometry),
     )  # fmt: skip
     kernel = _experts_in_one.KERNELS[geometry.gate_up_format, geometry.down_format]
     return kernel, devices.properties(device).multiprocessors, _experts_in_one.THREADS, arguments
@@ -693,22 +739,24 @@ def _experts(
 def _decode(x: Tensor, dest: Tensor, geometry: Geometry, workspace_at: int, counters: int, device: int, stream: int) -> list[Launch]:
     """Routing and one or two launches for every batch, one behind the other in the same workspace."""
     tokens = x[1][0]
-    groups_at, parts_at, ids_at, alpha_at, shared_at, act_at = (workspace_at + offset for offset in _layout(tokens, geometry, "decode")[:-1])
-    outputs = (ids_at, alpha_at, TOP, shared_at if geometry.has_shared else 0, 1)
+    scratch = _scratch(tokens, geometry, workspace_at)
+    shared_at = scratch.shared_scale if geometry.has_shared else 0
+    outputs = (scratch.ids, scratch.alpha, TOP, shared_at, 1)
     launches: list[Launch] = []
     for first in range(0, tokens, _BATCH):
         some = min(_BATCH, tokens - first)
         is_one = _experts_in_one.is_better(some, geometry, device, stream)
-        exchanged = (act_at, some * geometry.paths * geometry.width // 4) if is_one else (0, 0)
+        exchanged = (scratch.act, some * geometry.paths * geometry.width // 4) if is_one else (0, 0)
         launches += _routing(
-            x, first, some, geometry.router, geometry.experts, geometry.has_shared, parts_at, outputs, groups_at, 0, counters, device, stream,
-            exchanged,
+            x, first, some, geometry.router, geometry.experts, geometry.has_shared, scratch.parts, outputs, scratch.groups, 0, counters, device,
+            stream, exchanged,
         )  # fmt: skip
         if is_one:
-            launches.append(_experts(x, dest, first, some, geometry, groups_at, act_at, alpha_at, outputs[3], device))
+            launches.append(_experts(x, dest, first, some, geometry, scratch, shared_at, device))
             continue
-        launches.append(_gate_up(x, first, some, geometry, groups_at, act_at, device))
-        launches.append(_down(dest, first, some, geometry, groups_at, act_at, alpha_at, outputs[3], are_groups_ready=True))
+        launches.append(_gate_up(x, first, some, geometry, scratch.groups, scratch.act, _terms(geometry), device))
+        at = (scratch.act, scratch.alpha, shared_at)
+        launches.append(_down(dest, first, some, geometry, scratch.groups, *at, are_groups_ready=True))
     return launches
 
 

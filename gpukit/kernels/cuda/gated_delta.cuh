@@ -74,22 +74,6 @@ __device__ __forceinline__ int64 id_bytes_of(int64 flags, Flags wide)
     return flags & wide ? 8 : 4;
 }
 
-// A divisor that the host knows, with 2^32 / divisor, rounded down to 32 bits: a quotient by it is at most one short.
-struct Divisor {
-    unsigned value, inverse;
-
-    __device__ __forceinline__ unsigned quotient(unsigned n) const
-    {
-        const unsigned low = __umulhi(n, inverse);
-        return low + (n - low * value >= value);
-    }
-};
-
-__device__ __forceinline__ Divisor divisor_of(int64 value, int64 inverse)
-{
-    return {static_cast<unsigned>(value), static_cast<unsigned>(inverse)};
-}
-
 // Which sequence, value head and rows a block works on, and which part of them a thread holds: rows first_row + groups * r.
 template <int DIM, int WARPS, int ROWS, int LANES>
 struct Place {

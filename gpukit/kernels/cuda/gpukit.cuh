@@ -55,6 +55,22 @@ __device__ __forceinline__ void store_streaming(Bytes* address, Bytes value)
     __stcs(address, value);
 }
 
+// A divisor that the host knows, with 2^32 / divisor, rounded down to 32 bits: a quotient by it is at most one short.
+struct Divisor {
+    unsigned value, inverse;
+
+    __device__ __forceinline__ unsigned quotient(unsigned n) const
+    {
+        const unsigned low = __umulhi(n, inverse);
+        return low + (n - low * value >= value);
+    }
+};
+
+__device__ __forceinline__ Divisor divisor_of(int64 value, int64 inverse)
+{
+    return {static_cast<unsigned>(value), static_cast<unsigned>(inverse)};
+}
+
 // One of two types.
 template <bool is_first, class First, class Second>
 struct Choice {

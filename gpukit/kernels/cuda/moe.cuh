@@ -56,6 +56,20 @@ struct Bank {
     const char* scales;
 };
 
+struct Banks {
+    Bank routed;
+    Bank shared;  // of the shared expert
+};
+
+// A lane's part of a row in memory: where its planes are, from the first of a warp's steps on.
+using Row = Bank;
+
+// One of two, plane by plane: a reference to one of them would put both into memory.
+__device__ __forceinline__ Bank choose(bool is_first, const Bank& first, const Bank& second)
+{
+    return {is_first ? first.base : second.base, is_first ? first.high : second.high, is_first ? first.scales : second.scales};
+}
+
 // A row that was copied to shared memory: addresses of its planes there.
 struct StagedRow {
     unsigned base;
@@ -142,19 +156,31 @@ __device__ __forceinline__ void arrange(unsigned (&pairs)[4])
 }
 
 // A format: STEP elements of a row are taken at a time, STEP_BYTES of the base and HIGH_BYTES of the high bits, OCTS octs a lane; `at` counts steps
-// from the beginning of the bank, or of the staged row; rows are staged so that BASE_PAD bytes are between them, and `take_scale`
-// has what is in four bytes for two steps. `prefetch_rest` is for what is beside the base; two lanes share it.
+// from the beginning of the bank, or of the staged row, `step` those of a row. A warp's steps begin where a scale does, so at a multiple of
+// SCALE_STEPS. Scales are loaded apart, since those of many steps are one access: two bytes a step, whatever the format, and `take_scale` has what
+// is in four bytes for two steps. Rows are staged so that BASE_PAD bytes are between them. `prefetch_rest` is for what is beside the base; two lanes
+// share it.
 struct Bf16 {
-    static constexpr int STEP = 32, STEP_BYTES = 64, OCTS = 1, ORDER = STRAIGHT;
+    static constexpr int STEP = 32, STEP_BYTES = 64, OCTS = 1, SCALE_STEPS = 1, ORDER = STRAIGHT;
+    static constexpr int HIGH_BYTES = 0;
     static constexpr bool HAS_SCALE = false;
     struct Raw {
         Bytes16 base;
     };
 
-    static __device__ __forceinline__ void load(Raw& raw, const Bank& bank, int at, int quad, CachePolicy policy)
+    static __device__ __forceinline__ Row row(const Bank& bank, int at, int quad)
     {
-        raw.base = load_weights(reinterpret_cast<const Bytes16*>(bank.base) + (4ll * at + quad), policy);
+        return {bank.base + 16 * (4ll * at + quad), nullptr, nullptr};
     }
+
+    static __device__ __forceinline__ void load(Raw& raw, const Row& row, int step, CachePolicy policy)
+    {
+        raw.base = load_weights(reinterpret_cast<const Bytes16*>(row.base + STEP_BYTES * step), policy);
+    }
+
+    static __device__ __forceinline__ void load_scale(Raw&, const Row&, int) {}
+
+    static __device__ __forceinline__ void take_scale(Raw&, unsigned, int) {}
 
     static __device__ __forceinline__ void prefetch_rest(const Bank&, int, int) {}
 
@@ -174,7 +200,7 @@ struct Bf16 {
 
 // e4m3 with a float32 scale for 128 elements. As bits, the number is a bfloat16 whose exponent is 120 too small, even below the normal numbers.
 struct Fp8 {
-    static constexpr int STEP = 64, STEP_BYTES = 64, OCTS = 2, ORDER = BYTES;
+    static constexpr int STEP = 64, STEP_BYTES = 64, OCTS = 2, SCALE_STEPS = 2, ORDER = BYTES;
     static constexpr int HIGH_BYTES = 0, BASE_PAD = 64;
     static constexpr bool HAS_SCALE = true;
     struct Raw {
@@ -182,10 +208,19 @@ struct Fp8 {
         float scale;
     };
 
-    static __device__ __forceinline__ void load(Raw& raw, const Bank& bank, int at, int quad, CachePolicy policy)
+    static __device__ __forceinline__ Row row(const Bank& bank, int at, int quad)
     {
-        raw.base = load_weights(reinterpret_cast<const Bytes16*>(bank.base) + (4ll * at + quad), policy);
-        raw.scale = __ldg(reinterpret_cast<const float*>(bank.scales) + (at >> 1));
+        return {bank.base + 16 * (4ll * at + quad), nullptr, bank.scales + 4ll * (at >> 1)};
+    }
+
+    static __device__ __forceinline__ void load(Raw& raw, const Row& row, int step, CachePolicy policy)
+    {
+        raw.base = load_weights(reinterpret_cast<const Bytes16*>(row.base + STEP_BYTES * step), policy);
+    }
+
+    static __device__ __forceinline__ void load_scale(Raw& raw, const Row& row, int step)
+    {
+        raw.scale = __ldg(reinterpret_cast<const float*>(row.scales) + (step >> 1));
     }
 
     static __device__ __forceinline__ void take(Raw& raw, const StagedRow& row, int at, int quad)
@@ -227,7 +262,7 @@ struct Fp8 {
 // Four to six bits. Beside the exponent of 128 the bits of a code are a bfloat16 of 128 + code + 2^(BITS - 1), once the sign is turned over.
 template <int BITS>
 struct Split {
-    static constexpr int STEP = 64, STEP_BYTES = 32, OCTS = 2, ORDER = NIBBLES;
+    static constexpr int STEP = 64, STEP_BYTES = 32, OCTS = 2, SCALE_STEPS = 1, ORDER = NIBBLES;
     static constexpr int HIGH_BYTES = 8 * (BITS - 4), BASE_PAD = 32;
     static constexpr bool HAS_SCALE = true;
     struct Raw {
@@ -236,14 +271,24 @@ struct Split {
         unsigned short scale;
     };
 
-    static __device__ __forceinline__ void load(Raw& raw, const Bank& bank, int at, int quad, CachePolicy policy)
+    static __device__ __forceinline__ Row row(const Bank& bank, int at, int quad)
     {
-        raw.base = load_weights(reinterpret_cast<const Bytes8*>(bank.base) + (4ll * at + quad), policy);
+        const int64 number = 4ll * at + quad;
+        return {bank.base + 8 * number, bank.high + HIGH_BYTES / 4 * number, bank.scales + 2ll * at};
+    }
+
+    static __device__ __forceinline__ void load(Raw& raw, const Row& row, int step, CachePolicy policy)
+    {
+        raw.base = load_weights(reinterpret_cast<const Bytes8*>(row.base + STEP_BYTES * step), policy);
         if (BITS == 5)
-            raw.high = __ldg(reinterpret_cast<const Bytes2*>(bank.high) + (4ll * at + quad));
+            raw.high = __ldg(reinterpret_cast<const Bytes2*>(row.high + HIGH_BYTES * step));
         if (BITS == 6)
-            raw.high = __ldg(reinterpret_cast<const Bytes4*>(bank.high) + (4ll * at + quad));
-        raw.scale = __ldg(reinterpret_cast<const Bytes2*>(bank.scales) + at);
+            raw.high = __ldg(reinterpret_cast<const Bytes4*>(row.high + HIGH_BYTES * step));
+    }
+
+    static __device__ __forceinline__ void load_scale(Raw& raw, const Row& row, int step)
+    {
+        raw.scale = __ldg(reinterpret_cast<const Bytes2*>(row.scales) + step);
     }
 
     static __device__ __forceinline__ void take(Raw& raw, const StagedRow& row, int at, int quad)
@@ -299,7 +344,7 @@ struct Split {
 
 // Eight bits are one too many beside an exponent: the lower seven, and 0 or 128 to be taken off, apart.
 struct Wide {
-    static constexpr int STEP = 32, STEP_BYTES = 32, OCTS = 1, ORDER = BYTES;
+    static constexpr int STEP = 32, STEP_BYTES = 32, OCTS = 1, SCALE_STEPS = 1, ORDER = BYTES;
     static constexpr int HIGH_BYTES = 0, BASE_PAD = 32;
     static constexpr bool HAS_SCALE = true;
     struct Raw {
@@ -307,10 +352,19 @@ struct Wide {
         unsigned short scale;
     };
 
-    static __device__ __forceinline__ void load(Raw& raw, const Bank& bank, int at, int quad, CachePolicy policy)
+    static __device__ __forceinline__ Row row(const Bank& bank, int at, int quad)
     {
-        raw.base = load_weights(reinterpret_cast<const Bytes8*>(bank.base) + (4ll * at + quad), policy);
-        raw.scale = __ldg(reinterpret_cast<const Bytes2*>(bank.scales) + at);
+        return {bank.base + 8 * (4ll * at + quad), nullptr, bank.scales + 2ll * at};
+    }
+
+    static __device__ __forceinline__ void load(Raw& raw, const Row& row, int step, CachePolicy policy)
+    {
+        raw.base = load_weights(reinterpret_cast<const Bytes8*>(row.base + STEP_BYTES * step), policy);
+    }
+
+    static __device__ __forceinline__ void load_scale(Raw& raw, const Row& row, int step)
+    {
+        raw.scale = __ldg(reinterpret_cast<const Bytes2*>(row.scales) + step);
     }
 
     static __device__ __forceinline__ void take(Raw& raw, const StagedRow& row, int at, int quad)
@@ -348,6 +402,44 @@ struct Wide {
     }
 };
 
+// Where the slice of warp `number` of so many begins, of a row of `steps`.
+template <typename Format>
+__device__ __forceinline__ int slice_begin(int steps, int number, int warps)
+{
+    return steps / Format::SCALE_STEPS * number / warps * Format::SCALE_STEPS;
+}
+
+// The row that is so many steps behind another, a multiple of a row's.
+template <typename Format>
+__device__ __forceinline__ Row row_behind(const Row& row, int steps)
+{
+    const int64 apart = steps;
+    return {row.base + Format::STEP_BYTES * apart, row.high + Format::HIGH_BYTES * apart, row.scales + 2 * apart};
+}
+
+// The scales of a row's steps, all at once; with 0 steps none.
+template <typename Format, int STEPS>
+struct RowScales {
+    static constexpr bool IS_THERE = Format::HAS_SCALE && STEPS > 0;
+    static_assert(STEPS % 8 == 0, "scales come sixteen bytes at a time");
+    Bytes16 words[IS_THERE ? STEPS / 8 : 1];
+
+    __device__ __forceinline__ void load(const Row& row)
+    {
+        if constexpr (IS_THERE)
+#pragma unroll
+            for (int i = 0; i < STEPS / 8; i++)
+                words[i] = __ldg(reinterpret_cast<const Bytes16*>(row.scales) + i);
+    }
+
+    __device__ __forceinline__ void take(typename Format::Raw& raw, int step) const
+    {
+        const Bytes16& v = words[IS_THERE ? step / 8 : 0];
+        if (IS_THERE)
+            Format::take_scale(raw, step % 8 < 2 ? v.x : step % 8 < 4 ? v.y : step % 8 < 6 ? v.z : v.w, step);
+    }
+};
+
 // sums += tile of weights times an oct of tokens: two products of 16 elements each.
 __device__ __forceinline__ void multiply_oct(float (&sums)[4], const unsigned (&upper)[4], const unsigned (&lower)[4], const unsigned (&tokens)[4])
 {
@@ -356,25 +448,62 @@ __device__ __forceinline__ void multiply_oct(float (&sums)[4], const unsigned (&
     multiply_tiles(sums, second, tokens[2], tokens[3]);
 }
 
-// Eight float32 numbers as sums of two bfloat16 numbers, the second being what the first leaves, in a format's order.
+// Eight float32 numbers as sums of two bfloat16 numbers, the second being what the first leaves, in an order.
 template <int ORDER>
-__device__ __forceinline__ void split(const float4 (&oct)[2], unsigned (&terms)[2][4])
+__device__ __forceinline__ void split(const Bytes16 (&oct)[2], Bytes16 (&terms)[2])
 {
-    const float values[8] = {oct[0].x, oct[0].y, oct[0].z, oct[0].w, oct[1].x, oct[1].y, oct[1].z, oct[1].w};
+    const unsigned bits[8] = {oct[0].x, oct[0].y, oct[0].z, oct[0].w, oct[1].x, oct[1].y, oct[1].z, oct[1].w};
+    unsigned made[2][4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         constexpr int APART = ORDER == NIBBLES ? 4 : ORDER == BYTES ? 2 : 1;
         const int first = ORDER == NIBBLES ? i : ORDER == BYTES ? i % 2 + i / 2 * 4 : 2 * i;
-        const float low = values[first], high = values[first + APART];
+        const float low = __uint_as_float(bits[first]), high = __uint_as_float(bits[first + APART]);
         const unsigned pair = floats_to_pair(low, high);
-        terms[0][i] = pair;
-        terms[1][i] = floats_to_pair(low - low_of_pair(pair), high - high_of_pair(pair));
+        made[0][i] = pair;
+        made[1][i] = floats_to_pair(low - low_of_pair(pair), high - high_of_pair(pair));
     }
+#pragma unroll
+    for (int term = 0; term < 2; term++)
+        terms[term] = make_uint4(made[term][0], made[term][1], made[term][2], made[term][3]);
 }
 
-// A lane's octs of activations in a step: bfloat16 as they are, or float32 as a sum of two, the second being what the first leaves.
+// How activations are handed on: as float32; or as the terms that `split` makes of an oct in a format's order, each a vector of 16 bytes. In a row of
+// terms, those that a warp loads at once lie side by side: the vectors of an oct are QUADS apart.
+constexpr int QUADS = 4;
+
+struct Handing {
+    int order, octs;  // of the format: one or two, none for float32
+
+    __device__ __forceinline__ explicit Handing(int code) : order(code & 3), octs(code >> 2) {}
+
+    // Where the first term of a row's oct is, in vectors.
+    static __device__ __forceinline__ int place(int oct, int octs)
+    {
+        const int has_two = octs - 1, step = oct >> (2 + has_two), number = oct & has_two, quad = oct >> has_two & (QUADS - 1);
+        return ((step << has_two) + number) * 2 * QUADS + quad;
+    }
+};
+
+// Eight lanes side by side have the elements of an oct: which of the row's words handed on a lane's is, and what is in it.
+__device__ __forceinline__ unsigned word_of_oct(float value, const Handing& handing, int oct, int& place)
+{
+    const int element = threadIdx.x % 8, apart = handing.order == NIBBLES ? 4 : handing.order == BYTES ? 2 : 1;
+    const float other = __shfl_xor_sync(~0u, value, apart);
+    place = 8 * oct + element;
+    if (handing.octs == 0)
+        return __float_as_uint(value);
+    const bool is_upper = element & apart;
+    const float low = is_upper ? other : value, high = is_upper ? value : other;
+    const unsigned first = floats_to_pair(low, high), rest = floats_to_pair(low - low_of_pair(first), high - high_of_pair(first));
+    const int pair = handing.order == NIBBLES ? element % 4 : handing.order == BYTES ? element % 2 + element / 4 * 2 : element / 2;
+    place = 4 * (Handing::place(oct, handing.octs) + QUADS * is_upper) + pair;
+    return is_upper ? rest : first;
+}
+
+// A lane's octs in a step: tokens, numbers of 16 bits as they are; or activations, sums of two of them.
 template <typename Format>
-struct FromBf16 {
+struct AsTheyAre {
     static constexpr int TERMS = 1;
     Bytes16 octs[Format::OCTS];
 
@@ -396,22 +525,29 @@ struct FromBf16 {
 };
 
 template <typename Format>
-struct FromFloat {
+struct FromTerms {
     static constexpr int TERMS = 2;
-    float4 octs[Format::OCTS][2];
+    Bytes16 octs[Format::OCTS][TERMS];
 
     __device__ __forceinline__ void load(const Bytes16* from, bool is_there)
     {
 #pragma unroll
         for (int oct = 0; oct < Format::OCTS; oct++)
 #pragma unroll
-            for (int half = 0; half < 2; half++)
-                octs[oct][half] = is_there ? reinterpret_cast<const float4*>(from)[2 * oct + half] : float4{};
+            for (int term = 0; term < TERMS; term++)
+                octs[oct][term] = is_there ? from[QUADS * (TERMS * oct + term)] : Bytes16{};
     }
 
     __device__ __forceinline__ void expand(int oct, unsigned (&terms)[TERMS][4]) const
     {
-        split<Format::ORDER>(octs[oct], terms);
+#pragma unroll
+        for (int term = 0; term < TERMS; term++) {
+            const Bytes16& v = octs[oct][term];
+            terms[term][0] = v.x;
+            terms[term][1] = v.y;
+            terms[term][2] = v.z;
+            terms[term][3] = v.w;
+        }
     }
 };
 

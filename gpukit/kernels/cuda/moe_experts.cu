@@ -50,8 +50,9 @@ struct Experts {
     int64 width;
     const Groups* groups;
     Counts* counts;             // of the groups
-    unsigned* act;              // [tokens, paths, width] float32, absent at first
+    unsigned* act;              // [tokens, paths, width], handed on as terms, absent at first
     int64 paths;
+    int handing, shared_handing;
     const float* alpha;         // [tokens, TOP]
     const float* shared_scale;  // [tokens], 0 without a shared expert
     Bytes2* dest;
@@ -141,10 +142,10 @@ struct Staging {
     }
 };
 
-// A warp's lines of a tile: which row of the eight or sixteen that lie side by side a line of its lanes is.
-__device__ __forceinline__ int gate_row(int line)
+// A warp's lines of a tile: which of its lanes' lines has a row of the eight that lie side by side, and which row of sixteen a line is.
+__device__ __forceinline__ int gate_line(int row)
 {
-    return line % 4 * 2 + line / 4;
+    return row % 2 * 4 + row / 2;
 }
 
 __device__ __forceinline__ int down_row(int line)
@@ -172,7 +173,7 @@ struct Shared {
     }
 };
 
-// A segment's activations on their way to a warp's shared memory, as many octs of all its tokens at once as there is room for, each as two terms.
+// A segment's activations on their way to a warp's shared memory, as many octs of all its tokens at once as there is room for, each of two terms.
 // Other blocks of the launch write them.
 template <typename Format>
 struct Activations {
@@ -205,10 +206,11 @@ struct Activations {
             int oct, token;
             name(load, oct, token);
             const bool is_there = token < segment.count && first + oct < octs;
-            const Bytes16* from = row_of(is_there ? segment.routes[token] : segment.routes[0]) + (first + oct) * TERMS;
+            const Bytes16* from = row_of(is_there ? segment.routes[token] : segment.routes[0]);
+            from += Handing::place(first + oct, Format::OCTS);
 #pragma unroll
             for (int term = 0; term < TERMS; term++)
-                taken[load][term] = is_there ? load_relaxed(from + term) : Bytes16{};
+                taken[load][term] = is_there ? load_relaxed(from + QUADS * term) : Bytes16{};
         }
     }
 
@@ -232,19 +234,9 @@ struct Activations {
             name(load, oct, token);
             if (first + oct >= octs)
                 continue;
-            unsigned terms[TERMS][4];
-            float4 halves[2];
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const Bytes16& v = taken[load][half];
-                halves[half] = make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
-            }
-            split<Format::ORDER>(halves, terms);
 #pragma unroll
             for (int term = 0; term < TERMS; term++)
-                store_shared16(
-                    buffer + 16 * ((((oct << log_tokens) + token) * TERMS) + term),
-                    make_uint4(terms[term][0], terms[term][1], terms[term][2], terms[term][3]));
+                store_shared16(buffer + 16 * ((((oct << log_tokens) + token) * TERMS) + term), taken[load][term]);
         }
     }
 
@@ -316,12 +308,6 @@ __device__ __forceinline__ void sum_in_turns(
         Format::take_scale(other, load_shared4(lower.scales + 4 * (at / 2)), at);
         multiply_step<Format>(sums, one, other, Shared<TERMS>{first.at + i * step_bytes, first.apart});
     }
-}
-
-// One of two banks, part by part: a reference to one of them would put both into memory.
-__device__ __forceinline__ Bank choose(bool is_first, const Bank& first, const Bank& second)
-{
-    return {is_first ? first.base : second.base, is_first ? first.high : second.high, is_first ? first.scales : second.scales};
 }
 
 // A number that goes on, as a place among so many and the parity of its round.
@@ -676,7 +662,8 @@ struct Summing {
         const Segment& segment = block.segments[told(&Unit::segment)];
         const Staging<Format> staging(GATE_ROWS, call.hidden);
         const unsigned at = told(&Unit::at);
-        const int begin = staging.steps * warp / GROUP_WARPS, own_steps = staging.steps * (warp + 1) / GROUP_WARPS - begin;
+        const int begin = slice_begin<Format>(staging.steps, warp, GROUP_WARPS);
+        const int own_steps = slice_begin<Format>(staging.steps, warp + 1, GROUP_WARPS) - begin;
         const StagedRow upper = staging.row(at, line % 4, line / 4), lower = staging.row(at + staging.bytes(), line % 4, line / 4);
         float sums[4] = {};
         constexpr int STEPS = KNOWN_LENGTH / Format::STEP, STEP_BYTES = 64 * Format::OCTS;
@@ -696,17 +683,16 @@ struct Summing {
         *reinterpret_cast<float2*>(own + (line + 8) * COLUMNS + 2 * quad) = make_float2(sums[2], sums[3]);
         meet_group();
         are_sums_read = true;
-        if (warp >= 2)
+        if (warp >= 2 || 4 * warp >= segment.count)
             return;
         const int row = lane % 8, column = 4 * warp + lane / 8;
-        if (column < segment.count) {
-            const float gate = sum_of(row, column), up = sum_of(row + 8, column);
-            const int route = segment.routes[column];
-            const unsigned result = __float_as_uint(silu(gate) * up);
-            // Whatever a machine makes of what is not a number, it is not absent.
-            unsigned* row_of_act = call.act + ((route >> 4) * call.paths + (route & 15)) * call.width;
-            store_relaxed(row_of_act + tile * GATE_ROWS + gate_row(row), result == ABSENT ? ABSENT >> 1 : result);
-        }
+        const int route = segment.routes[column < segment.count ? column : 0];
+        const float gate = sum_of(gate_line(row), column), up = sum_of(gate_line(row) + 8, column);
+        int word;
+        // Never absent: what is not a number becomes another one, as a term.
+        const unsigned result = word_of_oct(silu(gate) * up, Handing((route & 15) == TOP ? call.shared_handing : call.handing), tile, word);
+        if (column < segment.count)
+            store_relaxed(call.act + ((route >> 4) * call.paths + (route & 15)) * call.width + word, result);
         if (thread % GROUP_THREADS == 0)
             add_relaxed(&call.counts->done, 1);
     }
@@ -912,8 +898,8 @@ __device__ __forceinline__ void run_experts(
 #if __CUDA_ARCH__ >= 900
 #define RUN_EXPERTS(gate, down_format, has_other)                                                                                             \
     run_experts<gate, down_format, has_other>(                                                                                                \
-        Experts { x, x_row, hidden, width, groups, counts, act, paths, alpha, shared_scale, dest, dest_row, tokens, most_segments,             \
-                  shared_bytes, ahead, ahead_bytes },                                                                                         \
+        Experts { x, x_row, hidden, width, groups, counts, act, paths, static_cast<int>(handing), static_cast<int>(shared_handing),            \
+                  alpha, shared_scale, dest, dest_row, tokens, most_segments, shared_bytes, ahead, ahead_bytes },                              \
         Bank { base, high, scales }, Bank { shared_base, shared_high, shared_scales }, Bank { down_base, down_high, down_scales },             \
         Bank { shared_down_base, shared_down_high, shared_down_scales }, is_gate_up_other != 0, is_down_other != 0)
 #else
@@ -925,9 +911,10 @@ __device__ __forceinline__ void run_experts(
     extern "C" __global__ void __launch_bounds__(EXPERTS_THREADS, 1) gpukit_experts_##name(                                                    \
         const char* base, const char* high, const char* scales, const char* shared_base, const char* shared_high, const char* shared_scales,   \
         int64 is_gate_up_other, const char* down_base, const char* down_high, const char* down_scales, const char* shared_down_base,           \
-        const char* shared_down_high, const char* shared_down_scales, int64 is_down_other, const Bytes16* x, int64 x_row, int64 hidden,        \
-        int64 width, const Groups* groups, Counts* counts, unsigned* act, int64 paths, const float* alpha, const float* shared_scale,          \
-        Bytes2* dest, int64 dest_row, int64 tokens, int64 most_segments, int64 shared_bytes, const char* ahead, int64 ahead_bytes)             \
+        const char* shared_down_high, const char* shared_down_scales, int64 is_down_other, const Bytes16* x, int64 x_row,                      \
+        int64 hidden, int64 width, const Groups* groups, Counts* counts, unsigned* act, int64 paths, int64 handing, int64 shared_handing,      \
+        const float* alpha, const float* shared_scale, Bytes2* dest, int64 dest_row, int64 tokens, int64 most_segments, int64 shared_bytes,    \
+        const char* ahead, int64 ahead_bytes)                                                                                                 \
     {                                                                                                                                         \
         RUN_EXPERTS(gate, down_format, has_other);                                                                                            \
     }

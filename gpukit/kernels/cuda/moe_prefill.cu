@@ -152,6 +152,15 @@ struct Product {
     int64 blocks_of_run;
 };
 
+// A step of a row and its scale, which is the `at`-th of the bank.
+template <typename Format>
+__device__ __forceinline__ void load_step(typename Format::Raw& raw, const Bank& bank, int at, int quad, CachePolicy policy)
+{
+    const Row row = Format::row(bank, at, quad);
+    Format::load(raw, row, 0, policy);
+    Format::load_scale(raw, row, 0);
+}
+
 // A lane brings a chunk of one of its warp's rows into the L2.
 template <typename Format>
 __device__ __forceinline__ void prefetch_chunk(const Bank& bank, int at)
@@ -194,7 +203,7 @@ __device__ __forceinline__ void multiply(const Product& call, const Bank& bank, 
         for (int tile = 0; tile < ROW_TILES; tile++)
 #pragma unroll
             for (int lower = 0; lower < 2; lower++)
-                Format::load(held[step][tile][lower], bank, rows[tile][lower] + step, quad, policy);
+                load_step<Format>(held[step][tile][lower], bank, rows[tile][lower] + step, quad, policy);
     const int ahead = quad & 2 ? (quad & 1 ? rows[1][1] : rows[1][0]) : (quad & 1 ? rows[0][1] : rows[0][0]);
     for (int chunk = 1; chunk < min(CHUNKS_AHEAD, chunks); chunk++)
         prefetch_chunk<Format>(bank, ahead + chunk * CHUNK_STEPS);
@@ -235,7 +244,7 @@ __device__ __forceinline__ void multiply(const Product& call, const Bank& bank, 
         const int next = min((chunk + 1) * CHUNK_STEPS + step, steps - 1);
 #pragma unroll
         for (int i = 0; i < 2 * ROW_TILES; i++)
-            Format::load(held[step][i / 2][i % 2], bank, rows[i / 2][i % 2] + next, quad, policy);
+            load_step<Format>(held[step][i / 2][i % 2], bank, rows[i / 2][i % 2] + next, quad, policy);
     };
 
     float sums[TILES][ROW_TILES][4] = {};
