@@ -53,6 +53,9 @@ _TILE = 16
 _SCORE_PARTS = 4
 _SCORE_WARPS = 8
 _SELECT_WARPS = 16
+_SELECT_BLOCKS = 4
+# Tokens of a block that scores them: few of a batch, so that there are blocks enough, and more of many, which read the router again and again.
+_SCORE_TOKENS, _MANY_SCORE_TOKENS = 16, 64
 # Most tokens and steps of 32 elements in a row of the router that one cluster routes, its blocks and their warps.
 _FEW = 16
 _FEW_STEPS = 64
@@ -73,6 +76,7 @@ _GATE_BLOCKS = 3
 # Most tokens for which the shared expert is fetched while experts are chosen: later it is a small part of all.
 _FETCHED_TO = 16
 
+_SELECT_TOGETHER = Kernel("moe", "select_together", language="cuda", early=True, cluster=(_SELECT_BLOCKS, 32 * _SELECT_WARPS))
 _ROUTE_FEW = Kernel("moe", "route_few", language="cuda", early=True, cluster=(_ROUTE_BLOCKS, 32 * _ROUTE_WARPS))
 
 # Of cuda/moe_prefill.cu: threads of its kernels, rows of a block of a grouped product.
@@ -666,10 +670,15 @@ def _routing(
         return [(_ROUTE_FEW, _ROUTE_BLOCKS, 32 * _ROUTE_WARPS, routed)]
     rows = experts + has_shared
     tiles, padded = blocks_for(rows, _TILE), _padded(rows)
-    scored = (x_at, _row(x) // 8, router_at, steps, rows, tokens, parts_at, padded, tiles, *exchanged)
+    block_tokens = _SCORE_TOKENS if tokens <= _BATCH else _MANY_SCORE_TOKENS
+    scored = (x_at, _row(x) // 8, router_at, steps, rows, tokens, block_tokens, parts_at, padded, tiles, *exchanged)
     selected = (parts_at, padded, experts, int(has_shared), tokens, *outputs, groups_at, owners_at, counters)
-    batches = blocks_for(tokens, _BATCH)
-    return [(_SCORES, tiles * _SCORE_PARTS * batches, 32 * _SCORE_WARPS, scored), (_SELECT, batches, 32 * _SELECT_WARPS, selected)]
+    is_together = tokens > _SELECT_WARPS and _SELECT_TOGETHER.has_room(device, stream)
+    select, blocks = (_SELECT_TOGETHER, _SELECT_BLOCKS) if is_together else (_SELECT, 1)
+    return [
+        (_SCORES, tiles * _SCORE_PARTS * blocks_for(tokens, block_tokens), 32 * _SCORE_WARPS, scored),
+        (select, blocks * blocks_for(tokens, _BATCH), 32 * _SELECT_WARPS, selected),
+    ]
 
 
 def _grouping(ids_at: int, tokens: int, geometry: Geometry, groups_at: int, counters: int) -> Launch:

@@ -147,13 +147,14 @@ def test_the_constants_of_the_plan_are_those_of_the_kernels() -> None:
     text = "".join(source_path(name).read_text() for name in ("moe", "moe_prefill")) + source_path("moe").with_suffix(".cuh").read_text()
     constants = {name: int(value) for name, value in re.findall(r"constexpr int (\w+) = (\d+);", text)}
     warps = ("SCORE_WARPS", "SELECT_WARPS", "ROUTE_WARPS", "GATE_WARPS", "DOWN_WARPS")
-    blocks, threads = ("ROUTE_BLOCKS", "GATE_BLOCKS"), ("HANDING_THREADS", "SCAN_THREADS", "REDUCE_THREADS")
+    blocks, threads = ("SELECT_BLOCKS", "ROUTE_BLOCKS", "GATE_BLOCKS"), ("HANDING_THREADS", "SCAN_THREADS", "REDUCE_THREADS")
     for name in ("BATCH", "TILE", "SCORE_PARTS", "FEW", *warps, *blocks, *threads):
         assert constants[name] == getattr(ops, f"_{name}"), name
     assert ops._FEW_STEPS == constants["SCORE_PARTS"] * constants["SCORE_WARPS"] * constants["SLICE_STEPS"]
     assert ops._GROUPS_BYTES == 384 + 32 * (constants["MOST_EXPERTS"] + 2 * constants["BATCH"])
     assert ops._GATHER_THREADS == constants["BATCH"] * constants["TOP"] and ops._GEMM_THREADS == 32 * constants["GEMM_WARPS"]
     assert ops._BLOCK_ROWS == 16 * constants["ROW_TILES"] * constants["GEMM_WARPS"]
+    assert ops._SCORE_TOKENS % constants["COLUMNS"] == ops._MANY_SCORE_TOKENS % constants["COLUMNS"] == 0
     assert ops._GATE_TILES == {name: int(tiles) for name, tiles in re.findall(r"^MOE_KERNELS\((\w+), [\w<>]+, (\d),", text, re.MULTILINE)}
     # Activations are handed on in the order of the format that takes them.
     orders = ("STRAIGHT", "NIBBLES", "BYTES")

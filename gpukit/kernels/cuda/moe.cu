@@ -15,6 +15,8 @@ constexpr int SCORE_STAGES = 4;
 // The least steps of a slice of a row, which a warp sums up.
 constexpr int SLICE_STEPS = 2;
 constexpr int SELECT_WARPS = 16;
+// Blocks of a cluster that choose for a batch, a warp for each of its tokens.
+constexpr int SELECT_BLOCKS = 4;
 constexpr int GATE_WARPS = 4;
 constexpr int GATE_BLOCKS = 3;
 constexpr int HANDING_THREADS = 128;
@@ -34,6 +36,7 @@ extern "C" __global__ void __launch_bounds__(SCORE_WARPS * 32) gpukit_scores(
     int64 steps,
     int64 rows,
     int64 tokens,
+    int64 block_tokens,     // of a block
     float* parts,
     int64 row,
     int64 row_tiles,
@@ -44,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(SCORE_WARPS * 32) gpukit_scores(
     const int warp = threadIdx.x >> 5, line = (threadIdx.x & 31) >> 2, quad = threadIdx.x & 3;
     const int tile = blockIdx.x % static_cast<unsigned>(row_tiles), rest = blockIdx.x / static_cast<unsigned>(row_tiles);
     const int part = rest % SCORE_PARTS;
-    const int64 first_token = static_cast<int64>(rest / SCORE_PARTS) * BATCH;
+    const int64 first_token = rest / SCORE_PARTS * block_tokens, last_token = min(first_token + block_tokens, tokens);
     const int slices = SCORE_PARTS * SCORE_WARPS, slice = part * SCORE_WARPS + warp;
     const int length = static_cast<int>(steps), last = static_cast<int>(rows) - 1;
     const int slice_steps = max(SLICE_STEPS, (length + slices - 1) / slices);
@@ -66,11 +69,11 @@ extern "C" __global__ void __launch_bounds__(SCORE_WARPS * 32) gpukit_scores(
     // Tokens are taken eight at a time: those to come are asked for now.
     const int part_steps = SCORE_WARPS * slice_steps, part_begin = min(part * part_steps, length);
     const int part_bytes = min(part_steps, length - part_begin) * Bf16::STEP * 2;
-    const int lines = (part_bytes + 127) / 128, here = static_cast<int>(min(tokens - first_token, static_cast<int64>(BATCH)));
+    const int lines = (part_bytes + 127) / 128, here = static_cast<int>(last_token - first_token);
     for (int i = COLUMNS * lines + threadIdx.x; i < here * lines; i += SCORE_WARPS * 32)
         prefetch_line(reinterpret_cast<const char*>(x + (first_token + i / lines) * x_row + 4 * part_begin) + i % lines * 128);
 #pragma unroll 1
-    for (int64 first = first_token; first < min(first_token + BATCH, tokens); first += COLUMNS) {
+    for (int64 first = first_token; first < last_token; first += COLUMNS) {
         const bool is_there = first + line < tokens;
         const Bytes16* own_x = x + (is_there ? first + line : 0) * x_row + quad;
         float sums[4] = {};
@@ -224,14 +227,16 @@ __device__ __forceinline__ void begin_segment(Segment* segment, int expert, int 
     float* shared_scale,  /* shared_row apart */                                                                                               \
     int64 shared_row,                                                                                                                          \
     Groups* groups        /* of a single block or cluster, or 0 */
+#define ROUTING_ARGUMENTS experts, has_shared, tokens, ids, alpha, alpha_row, shared_scale, shared_row, groups
 
-// Selection for 64 tokens a block, or a check of given ids, and what the later launches want to know of the batch: all in one launch, because a
-// launch costs as much as any of it.
-extern "C" __global__ void __launch_bounds__(SELECT_WARPS * 32) gpukit_select(
+// Selection for a batch, or a check of given ids, and what the later launches want to know of the batch: all in one launch, because a launch costs as
+// much as any of it. A cluster of blocks shares the tokens, and the first of them groups the batch.
+template <int BLOCKS>
+__device__ __forceinline__ void select_batch(
     const float* parts,     // [SCORE_PARTS, tokens, row], 0 where ids are given
     int64 row,
     ROUTING_PARAMETERS,
-    uint64* owners,         // [blocks, experts]: tokens of each expert as bits, or 0
+    uint64* owners,         // [batches, experts]: tokens of each expert as bits, or 0
     int64* signal)
 {
     __shared__ uint64 masks[MOST_EXPERTS + 1];
@@ -239,16 +244,19 @@ extern "C" __global__ void __launch_bounds__(SELECT_WARPS * 32) gpukit_select(
     __shared__ int chosen[BATCH][TOP];
     __shared__ int totals[SELECT_WARPS];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, most = static_cast<int>(experts);
-    const int64 first = static_cast<int64>(blockIdx.x) * BATCH;
+    const int rank = blockIdx.x % BLOCKS;
+    const int64 batch = blockIdx.x / BLOCKS, first = batch * BATCH;
     const int here = static_cast<int>(min(tokens - first, static_cast<int64>(BATCH)));
     for (int i = threadIdx.x; i <= MOST_EXPERTS; i += SELECT_WARPS * 32)
         masks[i] = 0;
-    __syncthreads();
+    // Nobody stores where another block has not begun.
+    if (BLOCKS > 1)
+        meet_cluster();
     // Before the wait: what comes next has weights to fetch that do not hang on the choice.
     release_successor();
     wait_for_predecessor();
 #pragma unroll 1
-    for (int token = warp; token < here; token += SELECT_WARPS) {
+    for (int token = BLOCKS * warp + rank; token < here; token += BLOCKS * SELECT_WARPS) {
         int id = -1;
         bool good;
         if (parts) {
@@ -279,17 +287,31 @@ extern "C" __global__ void __launch_bounds__(SELECT_WARPS * 32) gpukit_select(
             if (!good && any && lane == 0)
                 count(signal, OUT_OF_RANGE);
         }
-        if (lane < TOP)
-            chosen[token][lane] = good ? id : -1;
-        if (good && lane < TOP)
+        if (lane < TOP) {
+            if (BLOCKS > 1)
+                store_in_block(&chosen[token][lane], 0, good ? id : -1);
+            else
+                chosen[token][lane] = good ? id : -1;
+        }
+    }
+    if (BLOCKS > 1)
+        meet_cluster();
+    else
+        __syncthreads();
+    if (rank)
+        return;
+    static_assert(BATCH * TOP <= SELECT_WARPS * 32, "a thread has an expert of a token");
+    if (threadIdx.x < here * TOP) {
+        const int token = threadIdx.x / TOP, id = chosen[token][threadIdx.x % TOP];
+        if (id >= 0)
             atomicOr(&masks[id], 1ull << token);
-        if (good && lane == TOP)
+        if (id >= 0 && threadIdx.x % TOP == 0)
             atomicOr(&masks[MOST_EXPERTS], 1ull << token);
     }
     __syncthreads();
     if (owners)
         for (int i = threadIdx.x; i < most; i += SELECT_WARPS * 32)
-            owners[static_cast<int64>(blockIdx.x) * experts + i] = masks[i];
+            owners[batch * experts + i] = masks[i];
     if (!groups)
         return;
     // Thread 0 has the shared expert, the others one expert each.
@@ -332,6 +354,26 @@ extern "C" __global__ void __launch_bounds__(SELECT_WARPS * 32) gpukit_select(
     }
 }
 
+extern "C" __global__ void __launch_bounds__(SELECT_WARPS * 32) gpukit_select(
+    const float* parts, int64 row, ROUTING_PARAMETERS, uint64* owners, int64* signal)
+{
+    select_batch<1>(parts, row, ROUTING_ARGUMENTS, owners, signal);
+}
+
+#if __CUDA_ARCH__ >= 900
+#define CLUSTER(blocks) __cluster_dims__(blocks, 1, 1)
+#else
+#define CLUSTER(blocks)
+#endif
+
+extern "C" __global__ void CLUSTER(SELECT_BLOCKS) __launch_bounds__(SELECT_WARPS * 32) gpukit_select_together(
+    const float* parts, int64 row, ROUTING_PARAMETERS, uint64* owners, int64* signal)
+{
+#if __CUDA_ARCH__ >= 900
+    select_batch<SELECT_BLOCKS>(parts, row, ROUTING_ARGUMENTS, owners, signal);
+#endif
+}
+
 // Routing of few tokens by one cluster of blocks: most tokens, one a block, and warps of a block.
 constexpr int FEW = 16;
 constexpr int ROUTE_BLOCKS = 16;
@@ -351,8 +393,6 @@ static_assert(FEW <= ROUTE_BLOCKS && FEW <= 16, "a token has a block, and four b
 static_assert(CHOOSING_WARPS == 2 * 4 && 4 * TOP == 32, "four lanes have two warps each, and a warp has four lanes for each of its best");
 
 #if __CUDA_ARCH__ >= 900
-#define CLUSTER(blocks) __cluster_dims__(blocks, 1, 1)
-
 // The shared memory of a block of the cluster.
 struct RouteMemory {
     // Of each warp; of the shared expert, of those that have a pair of its row.
@@ -517,8 +557,6 @@ __device__ __forceinline__ void group_few(RouteMemory& memory, bool has_shared, 
     if (threadIdx.x == GROUPING_WARPS * 32 - 1)
         groups->segments = begin + segments;
 }
-#else
-#define CLUSTER(blocks)
 #endif
 
 // Scores and selection of few tokens by one cluster, for rows of two steps a slice. A block has a part of the columns of some of the router's rows,
