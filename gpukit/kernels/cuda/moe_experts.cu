@@ -476,7 +476,7 @@ struct Asking {
         const Staging<Format> staging(GATE_ROWS, block.call.hidden);
         const int bytes = staging.bytes(), width = static_cast<int>(block.call.width);
         allot(2 * bytes);
-        const unsigned to = begin + place, barrier = tell({GATE_UP, segment, tile, to, 0}, 2 * staging.copied_bytes());
+        const unsigned to = begin + place, barrier = tell({GATE_UP, segment, tile, static_cast<int>(to), 0}, 2 * staging.copied_bytes());
         const Segment& itself = block.segments[segment];
         const int row = 2 * itself.expert * width + tile * GATE_ROWS;
         if (own < 2 * COPIES)
@@ -496,7 +496,8 @@ struct Asking {
         const int apart = others ? max(usual.bytes(), other.bytes()) : usual.bytes();
         allot(count * apart);
         const unsigned to = begin + place;
-        const unsigned barrier = tell({DOWN, first, tile, to, apart}, (count - others) * usual.copied_bytes() + others * other.copied_bytes());
+        const int bytes = (count - others) * usual.copied_bytes() + others * other.copied_bytes();
+        const unsigned barrier = tell({DOWN, first, tile, static_cast<int>(to), apart}, bytes);
 #pragma unroll 1
         for (int i = own; i < count * COPIES; i += 32 * ASKING_WARPS) {
             const int piece = i / COPIES, copy = i % COPIES;
