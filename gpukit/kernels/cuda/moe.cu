@@ -1121,7 +1121,7 @@ __device__ __forceinline__ void run_down(const Down& call, const Banks& banks, b
         int64 is_shared_other, const unsigned *act, int64 paths, int64 hidden, int64 width, const Groups *groups, const float *alpha,          \
         const float *shared_scale, Bytes2 *dest, int64 dest_row, int64 tokens, int64 are_groups_ready
 
-#define GATE_UP_KERNEL(name, format, tiles_of_unit, stages, has_other)                                                                         \
+#define GATE_UP_KERNEL(name, format, tiles_of_unit, stages, has_other)                                                                        \
     extern "C" __global__ void __launch_bounds__(GATE_WARPS * 32, GATE_BLOCKS) gpukit_gate_up_##name(GATE_UP_PARAMETERS)                       \
     {                                                                                                                                         \
         run_gate_up<format, tiles_of_unit, stages, has_other>(                                                                                \
@@ -1134,11 +1134,11 @@ __device__ __forceinline__ void run_down(const Down& call, const Banks& banks, b
     extern "C" __global__ void __launch_bounds__(DOWN_WARPS * 32, 1) gpukit_down_##name(DOWN_PARAMETERS)                                       \
     {                                                                                                                                         \
         run_down<format, stages, has_other>(                                                                                                  \
-            Down { act, paths, hidden, width, groups, alpha, shared_scale, dest, dest_row, tokens, are_groups_ready },                   \
+            Down { act, paths, hidden, width, groups, alpha, shared_scale, dest, dest_row, tokens, are_groups_ready },                        \
             Banks { { base, high, scales }, { shared_base, shared_high, shared_scales } }, is_shared_other != 0);                              \
     }
 
-#define MOE_KERNELS(name, format, tiles_of_unit, stages, down_stages, has_other)                                                               \
+#define MOE_KERNELS(name, format, tiles_of_unit, stages, down_stages, has_other)                                                              \
     GATE_UP_KERNEL(name, format, tiles_of_unit, stages, has_other)                                                                            \
     DOWN_KERNEL(name, format, down_stages, has_other)
 

@@ -417,6 +417,12 @@ __device__ __forceinline__ Row row_behind(const Row& row, int steps)
     return {row.base + Format::STEP_BYTES * apart, row.high + Format::HIGH_BYTES * apart, row.scales + 2 * apart};
 }
 
+// Of the scales of eight steps the four bytes that have those of a step and its neighbour.
+__device__ __forceinline__ unsigned scales_of(const Bytes16& eight, int step)
+{
+    return step % 8 < 2 ? eight.x : step % 8 < 4 ? eight.y : step % 8 < 6 ? eight.z : eight.w;
+}
+
 // The scales of a row's steps, all at once; with 0 steps none.
 template <typename Format, int STEPS>
 struct RowScales {
@@ -434,9 +440,8 @@ struct RowScales {
 
     __device__ __forceinline__ void take(typename Format::Raw& raw, int step) const
     {
-        const Bytes16& v = words[IS_THERE ? step / 8 : 0];
         if (IS_THERE)
-            Format::take_scale(raw, step % 8 < 2 ? v.x : step % 8 < 4 ? v.y : step % 8 < 6 ? v.z : v.w, step);
+            Format::take_scale(raw, scales_of(words[IS_THERE ? step / 8 : 0], step), step);
     }
 };
 
@@ -448,7 +453,20 @@ __device__ __forceinline__ void multiply_oct(float (&sums)[4], const unsigned (&
     multiply_tiles(sums, second, tokens[2], tokens[3]);
 }
 
-// Eight float32 numbers as sums of two bfloat16 numbers, the second being what the first leaves, in an order.
+// How far apart in an oct the two elements of a pair are.
+__device__ __forceinline__ constexpr int apart_in(int order)
+{
+    return order == NIBBLES ? 4 : order == BYTES ? 2 : 1;
+}
+
+// Two float32 numbers as sums of two bfloat16 numbers, the second being what the first leaves.
+__device__ __forceinline__ void split_pair(float low, float high, unsigned& first, unsigned& rest)
+{
+    first = floats_to_pair(low, high);
+    rest = floats_to_pair(low - low_of_pair(first), high - high_of_pair(first));
+}
+
+// Eight of them, in an order.
 template <int ORDER>
 __device__ __forceinline__ void split(const Bytes16 (&oct)[2], Bytes16 (&terms)[2])
 {
@@ -456,12 +474,8 @@ __device__ __forceinline__ void split(const Bytes16 (&oct)[2], Bytes16 (&terms)[
     unsigned made[2][4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        constexpr int APART = ORDER == NIBBLES ? 4 : ORDER == BYTES ? 2 : 1;
         const int first = ORDER == NIBBLES ? i : ORDER == BYTES ? i % 2 + i / 2 * 4 : 2 * i;
-        const float low = __uint_as_float(bits[first]), high = __uint_as_float(bits[first + APART]);
-        const unsigned pair = floats_to_pair(low, high);
-        made[0][i] = pair;
-        made[1][i] = floats_to_pair(low - low_of_pair(pair), high - high_of_pair(pair));
+        split_pair(__uint_as_float(bits[first]), __uint_as_float(bits[first + apart_in(ORDER)]), made[0][i], made[1][i]);
     }
 #pragma unroll
     for (int term = 0; term < 2; term++)
@@ -488,14 +502,14 @@ struct Handing {
 // Eight lanes side by side have the elements of an oct: which of the row's words handed on a lane's is, and what is in it.
 __device__ __forceinline__ unsigned word_of_oct(float value, const Handing& handing, int oct, int& place)
 {
-    const int element = threadIdx.x % 8, apart = handing.order == NIBBLES ? 4 : handing.order == BYTES ? 2 : 1;
+    const int element = threadIdx.x % 8, apart = apart_in(handing.order);
     const float other = __shfl_xor_sync(~0u, value, apart);
     place = 8 * oct + element;
     if (handing.octs == 0)
         return __float_as_uint(value);
     const bool is_upper = element & apart;
-    const float low = is_upper ? other : value, high = is_upper ? value : other;
-    const unsigned first = floats_to_pair(low, high), rest = floats_to_pair(low - low_of_pair(first), high - high_of_pair(first));
+    unsigned first, rest;
+    split_pair(is_upper ? other : value, is_upper ? value : other, first, rest);
     const int pair = handing.order == NIBBLES ? element % 4 : handing.order == BYTES ? element % 2 + element / 4 * 2 : element / 2;
     place = 4 * (Handing::place(oct, handing.octs) + QUADS * is_upper) + pair;
     return is_upper ? rest : first;

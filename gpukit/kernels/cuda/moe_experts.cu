@@ -283,10 +283,8 @@ __device__ __forceinline__ void sum_straight(
             Format::take(held[(i + 1) % 2][1], lower, begin + i + 1, quad);
         }
 #pragma unroll
-        for (int row = 0; row < 2; row++) {
-            const Bytes16& v = scales[row];
-            Format::take_scale(held[i % 2][row], i % 8 < 2 ? v.x : i % 8 < 4 ? v.y : i % 8 < 6 ? v.z : v.w, i);
-        }
+        for (int row = 0; row < 2; row++)
+            Format::take_scale(held[i % 2][row], scales_of(scales[row], i), i);
         multiply_step<Format>(sums, held[i % 2][0], held[i % 2][1], Shared<TERMS>{first.at + i * STEP_BYTES, first.apart});
         // Loads of later steps do not come before: there are not so many registers.
         if (STEPS > 8 && i % 8 == 7)
