@@ -250,15 +250,15 @@ def gate_up(
     handle = choose(stream, x) if device >= 0 else 0
     counters = signal_pointer(signal, device) if signal is not None and device >= 0 else 0
     out, out_at = _result(out, "out", (tokens, geometry.paths, geometry.width), "float32", x, device, handle)
-    needed = _layout(tokens, geometry, "decode")[-1]
-    workspace_at = _workspace_address(workspace, needed, device)
+    offsets = _layout(tokens, geometry, "decode")
+    workspace_at = _workspace_address(workspace, offsets[-1], device)
     if device < 0:
         return host(reference.gate_up, x, ids, weights, out, signal=signal)
     if tokens == 0:
         return nothing(out)
     if workspace is None:
-        workspace, workspace_at = allocate("workspace", needed, "uint8", x, handle)
-    scratch = _scratch(tokens, geometry, workspace_at)
+        workspace, workspace_at = allocate("workspace", offsets[-1], "uint8", x, handle)
+    scratch = _Scratch(*_addresses(workspace_at, offsets))
     launches: list[Launch] = []
     for first in range(0, tokens, _BATCH):
         some = min(_BATCH, tokens - first)
@@ -336,16 +336,16 @@ def down_add(
     act_at = _given(act, "act", (tokens, geometry.paths, geometry.width), "float32", device)
     require_aligned("act", act_at)
     counters = signal_pointer(signal, device) if signal is not None and device >= 0 else 0
-    needed = _layout(tokens, geometry, "decode")[-1]
-    workspace_at = _workspace_address(workspace, needed, device)
+    offsets = _layout(tokens, geometry, "decode")
+    workspace_at = _workspace_address(workspace, offsets[-1], device)
     if device < 0:
         return host(reference.down_add, ids, alpha, shared_scale, act, weights, dest, signal=signal)
     handle = choose(stream, dest)
     if tokens == 0:
         return nothing(dest)
     if workspace is None:
-        workspace, workspace_at = allocate("workspace", needed, "uint8", dest, handle)
-    scratch = _scratch(tokens, geometry, workspace_at)
+        workspace, workspace_at = allocate("workspace", offsets[-1], "uint8", dest, handle)
+    scratch = _Scratch(*_addresses(workspace_at, offsets))
     launches: list[Launch] = []
     for first in range(0, tokens, _BATCH):
         some = min(_BATCH, tokens - first)
@@ -433,8 +433,8 @@ def sparse_moe(
         require_aligned("dest", residual[0])
         if tokens > 1 and residual[2][0] % 8:
             raise ArgumentError(f"dest: expected rows at a stride that is a multiple of 8 elements for prefill, got {residual[2][0]}")
-    needed = _layout(tokens, geometry, schedule)[-1]
-    workspace_at = _workspace_address(workspace, needed, device)
+    offsets = _layout(tokens, geometry, schedule)
+    workspace_at = _workspace_address(workspace, offsets[-1], device)
     if device < 0:
         return host(reference.sparse_moe, x, weights, dest, signal=signal)
     handle = choose(stream, x)
@@ -442,9 +442,9 @@ def sparse_moe(
     if tokens == 0:
         return nothing(dest)
     if workspace is None:
-        workspace, workspace_at = allocate("workspace", needed, "uint8", x, handle)
+        workspace, workspace_at = allocate("workspace", offsets[-1], "uint8", x, handle)
     plan = _decode if schedule == "decode" else _prefill
-    launches = plan(tokens_of_x, residual, geometry, workspace_at, counters, device, handle)
+    launches = plan(tokens_of_x, residual, geometry, _addresses(workspace_at, offsets), counters, device, handle)
     return launch_all(launches, device, handle, dest, workspace)
 
 
@@ -577,6 +577,11 @@ def _layout(tokens: int, geometry: Geometry, schedule: str) -> tuple[int, ...]:
     return _offsets(_GROUPS_BYTES, *choice, 4 * some * geometry.paths * geometry.width)
 
 
+def _addresses(workspace_at: int, offsets: tuple[int, ...]) -> list[int]:
+    """Where the parts of a workspace begin."""
+    return [workspace_at + offset for offset in offsets[:-1]]
+
+
 class _Scratch(NamedTuple):
     """Addresses of the parts of a workspace for "decode"."""
 
@@ -586,10 +591,6 @@ class _Scratch(NamedTuple):
     alpha: int
     shared_scale: int
     act: int  # as terms
-
-
-def _scratch(tokens: int, geometry: Geometry, workspace_at: int) -> _Scratch:
-    return _Scratch(*(workspace_at + offset for offset in _layout(tokens, geometry, "decode")[:-1]))
 
 
 def _tokens(x: Any) -> Tensor:
@@ -745,10 +746,10 @@ def _experts(x: Tensor, dest: Tensor, first: int, tokens: int, geometry: Geometr
     return kernel, devices.properties(device).multiprocessors, _experts_in_one.THREADS, arguments
 
 
-def _decode(x: Tensor, dest: Tensor, geometry: Geometry, workspace_at: int, counters: int, device: int, stream: int) -> list[Launch]:
+def _decode(x: Tensor, dest: Tensor, geometry: Geometry, parts: list[int], counters: int, device: int, stream: int) -> list[Launch]:
     """Routing and one or two launches for every batch, one behind the other in the same workspace."""
     tokens = x[1][0]
-    scratch = _scratch(tokens, geometry, workspace_at)
+    scratch = _Scratch(*parts)
     shared_at = scratch.shared_scale if geometry.has_shared else 0
     outputs = (scratch.ids, scratch.alpha, TOP, shared_at, 1)
     launches: list[Launch] = []
@@ -781,12 +782,10 @@ def _most_runs(tokens: int, geometry: Geometry) -> int:
     return min(TOP * tokens, geometry.experts + TOP * tokens // length) + geometry.has_shared * blocks_for(tokens, length)
 
 
-def _prefill(x: Tensor, dest: Tensor, geometry: Geometry, workspace_at: int, counters: int, device: int, stream: int) -> list[Launch]:
+def _prefill(x: Tensor, dest: Tensor, geometry: Geometry, parts: list[int], counters: int, device: int, stream: int) -> list[Launch]:
     """Scores, selection and count, scan, gather, two grouped products, and the sum of each token's rows."""
     tokens, paths, experts = x[1][0], geometry.paths, geometry.experts
-    parts_at, ids_at, alpha_at, owners_at, before_at, firsts_at, runs_at, packed_at, token_of_at, act_at, grouped_at = (
-        workspace_at + offset for offset in _layout(tokens, geometry, "prefill")[:-1]
-    )
+    parts_at, ids_at, alpha_at, owners_at, before_at, firsts_at, runs_at, packed_at, token_of_at, act_at, grouped_at = parts
     outputs = (ids_at, alpha_at, paths, alpha_at + 4 * TOP if geometry.has_shared else 0, paths)
     launches = _routing(x, 0, tokens, geometry.router, experts, geometry.has_shared, parts_at, outputs, 0, owners_at, counters, device, stream)
     batches, length, most = blocks_for(tokens, _BATCH), _run_tokens(tokens, geometry), _most_runs(tokens, geometry)
