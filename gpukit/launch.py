@@ -101,8 +101,7 @@ class Kernel:
     shared_bytes : int
         Shared memory of a block that is sized at the launch (``extern __shared__``); more than 48 KiB is asked for when it is loaded.
     cluster : tuple of int, optional
-        Blocks of the clusters that its device code is compiled for, and threads of a block; one block where only its shared memory is in
-        question. `has_room` says where it can be launched.
+        Blocks of the clusters that its device code is compiled for, and threads of a block. `has_room` says where it can be launched.
     """
 
     def __init__(
@@ -154,7 +153,7 @@ class Kernel:
         return handle
 
     def has_room(self, device: int, stream: int) -> bool:
-        """Whether a device can run one of its clusters: it has clusters, as many multiprocessors side by side, and their shared memory.
+        """Whether a device can run one of its clusters: it has clusters, and as many multiprocessors side by side.
 
         Raises
         ------
@@ -168,15 +167,11 @@ class Kernel:
         return room
 
     def _fits(self, device: int, stream: int) -> bool:
-        bindings = devices.driver()
-        function = bindings.CUfunction(self.load((), device, stream))
-        blocks, threads = self.cluster or (1, 1)
+        handle, bindings = self.load((), device, stream), devices.driver()
+        config = _configuration(*(self.cluster or (1, 1)), self.shared_bytes)
         with devices.current(device):
-            if blocks > 1:
-                status, there = bindings.cuOccupancyMaxActiveClusters(function, _configuration(blocks, threads, self.shared_bytes))
-            else:
-                status, there = bindings.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, threads, self.shared_bytes)
-        return bool(status == 0 and there > 0)
+            status, clusters = bindings.cuOccupancyMaxActiveClusters(bindings.CUfunction(handle), config)
+        return bool(status == 0 and clusters > 0)
 
     def launch(
         self, variant: tuple[str, ...], device: int, stream: int, blocks: int, threads: int, arguments: tuple[Any, ...], result: Any = None
@@ -218,9 +213,7 @@ class Kernel:
         relaxed = bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         if self.shared_bytes > _PLAIN_SHARED_BYTES:
             attribute = bindings.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            status = bindings.cuKernelSetAttribute(attribute, self.shared_bytes, kernel, device)
-            if not self.cluster:
-                devices.call(status, "cuKernelSetAttribute")
+            devices.call(bindings.cuKernelSetAttribute(attribute, self.shared_bytes, kernel, device), "cuKernelSetAttribute")
         if self.cluster and self.cluster[0] > _PORTABLE_CLUSTER and devices.properties(device).compute_capability >= _HOPPER:
             # A device that refuses has no room.
             bindings.cuKernelSetAttribute(bindings.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1, kernel, device)

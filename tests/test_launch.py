@@ -78,18 +78,6 @@ def test_clusters_are_launched_where_a_device_has_room_for_one(
     assert driver.asked == [kernel.cluster] * (capability >= (9, 0)) and driver.attributes == [(14, 1)] * (capability >= (9, 0))
 
 
-@pytest.mark.parametrize(("blocks", "refused", "room"), [(1, None, True), (0, "cuKernelSetAttribute", False), (0, None, False)])
-def test_a_block_is_launched_where_a_multiprocessor_has_the_memory_that_it_asks_for(
-    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, blocks: int, refused: str | None, room: bool
-) -> None:
-    kernel = next(kernel for kernel in launch.kernels() if kernel.subject == "moe_experts")
-    monkeypatch.setattr(launch.devices, "properties", functools.cache(lambda device: SimpleNamespace(compute_capability=(9, 0))))
-    driver.clusters, driver.refuse = blocks, {refused: Result.CUDA_ERROR_LAUNCH_FAILED} if refused else {}
-    # A device without so much is asked, not told of an error.
-    assert kernel.has_room(0, 77) == room
-    assert driver.asked == [kernel.cluster] and kernel.shared_bytes == 227 * 1024
-
-
 def test_several_launches_are_all_or_none_and_prepared_together(driver: FakeDriver) -> None:
     prepare, scan = (next(kernel for kernel in launch.kernels() if kernel.name == name) for name in ("prefill_prepare", "prefill_scan"))
     launches = [(prepare, 5, 64, (1, 2)), (scan, 6, 128, (3,))]

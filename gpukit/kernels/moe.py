@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from gpukit import arrays, devices
 from gpukit.arrays import ITEMSIZE
 from gpukit.errors import ArgumentError, Signal
-from gpukit.kernels import _experts_in_one
 from gpukit.kernels._moe import TOP, Fp8, Geometry, MoeWeights, geometry_of, router_experts
 from gpukit.kernels._plans import allocate, blocks_for, inverse, signal_pointer, whole
 from gpukit.kernels._row_split import RowSplit
@@ -49,6 +48,7 @@ _GROUPED_DOWN = _grouped("grouped_down")
 
 # Constants of cuda/moe.cuh and cuda/moe.cu: tokens of a batch and of a segment, rows of a tile, parts of a router row, warps of each kernel.
 _BATCH = 64
+_COLUMNS = 8
 _TILE = 16
 _SCORE_PARTS = 4
 _SCORE_WARPS = 8
@@ -63,8 +63,8 @@ _ROUTE_BLOCKS = 16
 _ROUTE_WARPS = 16
 _GATE_WARPS = 4
 _DOWN_WARPS = 12
-# sizeof(Groups), and where its counts are
-_GROUPS_BYTES, _COUNTS_AT = 384 + 384 * 32, 128
+# sizeof(Groups)
+_GROUPS_BYTES = 128 + 384 * 32
 _HANDING_THREADS = 128
 # How activations are handed on: as float32, or as the terms that tensor cores take, by the down bank's format: its order, and four times its octs.
 _AS_FLOATS = 0
@@ -400,10 +400,9 @@ def sparse_moe(
     Notes
     -----
     No host synchronisation, safe inside a capture when `workspace` is given. "decode" takes four launches for every 64 tokens: scores; selection
-    and grouping; `gate_up`; `down_add`; the first two are one where they are in `route`, the last two are one for a token in fp8, q4 or q5, up to
-    three in q6 and four in w8, both banks being of a format or in q4 and q5, where blocks have 227 KiB of shared memory. All of them may overlap
-    (`gpukit.launch.overlapping`): weights are on their way before launches in front have ended, none of which may write them. A token's result has
-    the same bits whatever is beside it, within a schedule.
+    and grouping; `gate_up`; `down_add`; the first two are one where they are in `route`. All of them may overlap (`gpukit.launch.overlapping`):
+    weights are on their way before launches in front have ended, none of which may write them. A token's result has the same bits whatever is
+    beside it, within a schedule.
 
     "prefill" groups all tokens by expert (select and count, scan, gather), runs two grouped products on tensor cores, and adds each token's rows:
     seven launches, see `prefill_reduce`. As in "decode", activations go to the tensor cores as two bfloat16 numbers that keep 16 bits of them: one
@@ -661,18 +660,16 @@ def _routing(
     counters: int,
     device: int,
     stream: int,
-    exchanged: tuple[int, int] = (0, 0),
 ) -> list[Launch]:
-    """Scores and selection, in one launch for few tokens; `outputs` are ids, alpha, its stride, shared scale, its stride; `exchanged` is what the
-    blocks of a later launch exchange, and how many times 16 bytes."""
+    """Scores and selection, in one launch for few tokens; `outputs` are ids, alpha, its stride, shared scale, its stride."""
     x_at, steps = x[0] + 2 * first * _row(x), x[1][1] // 32
     if tokens <= _FEW and steps <= _FEW_STEPS and not owners_at and _ROUTE_FEW.has_room(device, stream):
-        routed = (x_at, _row(x) // 8, router_at, steps, experts, int(has_shared), tokens, *outputs, groups_at, *exchanged, counters)
+        routed = (x_at, _row(x) // 8, router_at, steps, experts, int(has_shared), tokens, *outputs, groups_at, counters)
         return [(_ROUTE_FEW, _ROUTE_BLOCKS, 32 * _ROUTE_WARPS, routed)]
     rows = experts + has_shared
     tiles, padded = blocks_for(rows, _TILE), _padded(rows)
     block_tokens = _SCORE_TOKENS if tokens <= _BATCH else _MANY_SCORE_TOKENS
-    scored = (x_at, _row(x) // 8, router_at, steps, rows, tokens, block_tokens, parts_at, padded, tiles, *exchanged)
+    scored = (x_at, _row(x) // 8, router_at, steps, rows, tokens, block_tokens, parts_at, padded, tiles)
     selected = (parts_at, padded, experts, int(has_shared), tokens, *outputs, groups_at, owners_at, counters)
     is_together = tokens > _SELECT_WARPS and _SELECT_TOGETHER.has_room(device, stream)
     select, blocks = (_SELECT_TOGETHER, _SELECT_BLOCKS) if is_together else (_SELECT, 1)
@@ -698,9 +695,14 @@ def _terms(geometry: Geometry) -> tuple[int, int]:
     return _AS_TERMS[geometry.down_format], _AS_TERMS["w8" if geometry.is_down_other else geometry.down_format]
 
 
+def _most_segments(tokens: int, geometry: Geometry) -> int:
+    """As many segments as there can be: tokens of different experts, or full ones."""
+    return min(TOP * tokens, geometry.experts + tokens) + geometry.has_shared * blocks_for(tokens, _COLUMNS)
+
+
 def _gate_up(x: Tensor, first: int, tokens: int, geometry: Geometry, groups_at: int, act_at: int, handing: tuple[int, int], device: int) -> Launch:
     tiles = geometry.width // (8 * _GATE_TILES[geometry.gate_up_format])
-    blocks = min(_experts_in_one.most_segments(tokens, geometry) * tiles, _GATE_BLOCKS * devices.properties(device).multiprocessors)
+    blocks = min(_most_segments(tokens, geometry) * tiles, _GATE_BLOCKS * devices.properties(device).multiprocessors)
     arguments = (
         *geometry.gate_up, *geometry.shared_gate_up, int(geometry.is_gate_up_other), x[0] + 2 * first * _row(x), _row(x) // 8,
         geometry.hidden, geometry.width, groups_at, act_at, geometry.paths, *handing, tiles, inverse(tiles), *_fetched(tokens, geometry),
@@ -734,20 +736,8 @@ def _down(
     return _DOWN[geometry.down_format], geometry.hidden // _TILE, 32 * _DOWN_WARPS, arguments
 
 
-def _experts(x: Tensor, dest: Tensor, first: int, tokens: int, geometry: Geometry, scratch: _Scratch, shared_at: int, device: int) -> Launch:
-    row = dest[2][0]
-    arguments = (
-        *geometry.gate_up, *geometry.shared_gate_up, int(geometry.is_gate_up_other), *geometry.down, *geometry.shared_down,
-        int(geometry.is_down_other), x[0] + 2 * first * _row(x), _row(x) // 8, geometry.hidden, geometry.width, scratch.groups,
-        scratch.groups + _COUNTS_AT, scratch.act, geometry.paths, *_terms(geometry), scratch.alpha, shared_at, dest[0] + 2 * first * row, row,
-        tokens, _experts_in_one.most_segments(tokens, geometry), *_fetched(tokens, geometry),
-    )  # fmt: skip
-    kernel = _experts_in_one.KERNELS[geometry.gate_up_format, geometry.down_format]
-    return kernel, devices.properties(device).multiprocessors, _experts_in_one.THREADS, arguments
-
-
 def _decode(x: Tensor, dest: Tensor, geometry: Geometry, parts: list[int], counters: int, device: int, stream: int) -> list[Launch]:
-    """Routing and one or two launches for every batch, one behind the other in the same workspace."""
+    """Routing and two launches for every batch, one behind the other in the same workspace."""
     tokens = x[1][0]
     scratch = _Scratch(*parts)
     shared_at = scratch.shared_scale if geometry.has_shared else 0
@@ -755,15 +745,10 @@ def _decode(x: Tensor, dest: Tensor, geometry: Geometry, parts: list[int], count
     launches: list[Launch] = []
     for first in range(0, tokens, _BATCH):
         some = min(_BATCH, tokens - first)
-        is_one = _experts_in_one.is_better(some, geometry, device, stream)
-        exchanged = (scratch.act, some * geometry.paths * geometry.width // 4) if is_one else (0, 0)
         launches += _routing(
             x, first, some, geometry.router, geometry.experts, geometry.has_shared, scratch.parts, outputs, scratch.groups, 0, counters, device,
-            stream, exchanged,
+            stream,
         )  # fmt: skip
-        if is_one:
-            launches.append(_experts(x, dest, first, some, geometry, scratch, shared_at, device))
-            continue
         launches.append(_gate_up(x, first, some, geometry, scratch.groups, scratch.act, _terms(geometry), device))
         at = (scratch.act, scratch.alpha, shared_at)
         launches.append(_down(dest, first, some, geometry, scratch.groups, *at, are_groups_ready=True))

@@ -141,10 +141,6 @@ class FakeDriver:
         self.asked.append((config.gridDimX, config.blockDimX))
         return self._answer("cuOccupancyMaxActiveClusters", self.clusters)
 
-    def cuOccupancyMaxActiveBlocksPerMultiprocessor(self, function: int, threads: int, shared_bytes: int) -> Any:
-        self.asked.append((1, threads))
-        return self._answer("cuOccupancyMaxActiveBlocksPerMultiprocessor", self.clusters)
-
     def cuKernelGetFunction(self, kernel: int) -> Any:
         return self._answer("cuKernelGetFunction", kernel)
 

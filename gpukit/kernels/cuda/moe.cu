@@ -2,11 +2,9 @@
 // experts; selection, and the batch grouped by expert (few tokens: both in one); gate and up projections; down projections and their weighted sum.
 // Each expert's weights stream from memory to registers once, whatever the number of its tokens; the next unit's are on their way while this one's
 // sums are put together. All sums are taken in an order that follows from the geometry alone, so that a token's result never depends on the batch.
-// Few tokens of few bits have the last two launches in one, in moe_experts.cu.
 
 #include "cluster.cuh"
-#include "exchange.cuh"
-#include "moe.cuh"
+#include "moe_stream.cuh"
 
 constexpr int SCORE_WARPS = 8;
 // Parts of a router row that go to different blocks, and the row's steps of 32 elements that a warp keeps in registers.
@@ -17,10 +15,8 @@ constexpr int SLICE_STEPS = 2;
 constexpr int SELECT_WARPS = 16;
 // Blocks of a cluster that choose for a batch, a warp for each of its tokens.
 constexpr int SELECT_BLOCKS = 4;
-constexpr int GATE_WARPS = 4;
 constexpr int GATE_BLOCKS = 3;
 constexpr int HANDING_THREADS = 128;
-constexpr int DOWN_WARPS = 12;
 
 // A part of a score from its pairs of slices: the order that all kernels keep to.
 __device__ __forceinline__ float sum_of_pairs(const float (&pairs)[SCORE_WARPS / 2])
@@ -39,9 +35,7 @@ extern "C" __global__ void __launch_bounds__(SCORE_WARPS * 32) gpukit_scores(
     int64 block_tokens,     // of a block
     float* parts,
     int64 row,
-    int64 row_tiles,
-    Bytes16* act,           // what a later launch exchanges, and 16 bytes of it
-    int64 act_vectors)
+    int64 row_tiles)
 {
     __shared__ float partial[SCORE_WARPS][TILE][COLUMNS];
     const int warp = threadIdx.x >> 5, line = (threadIdx.x & 31) >> 2, quad = threadIdx.x & 3;
@@ -60,12 +54,11 @@ extern "C" __global__ void __launch_bounds__(SCORE_WARPS * 32) gpukit_scores(
 #pragma unroll
     for (int stage = 0; stage < SCORE_STAGES; stage++)
         if (begin + stage < end) {
-            Bf16::load(held[stage][0], upper_row, begin + stage, policy);
-            Bf16::load(held[stage][1], lower_row, begin + stage, policy);
+            load_step<Bf16>(held[stage][0], upper_row, begin + stage, policy);
+            load_step<Bf16>(held[stage][1], lower_row, begin + stage, policy);
         }
     wait_for_predecessor();
     release_successor();
-    make_absent(act, act_vectors);
     // Tokens are taken eight at a time: those to come are asked for now.
     const int part_steps = SCORE_WARPS * slice_steps, part_begin = min(part * part_steps, length);
     const int part_bytes = min(part_steps, length - part_begin) * Bf16::STEP * 2;
@@ -83,8 +76,8 @@ extern "C" __global__ void __launch_bounds__(SCORE_WARPS * 32) gpukit_scores(
 #pragma unroll
                 for (int stage = 0; stage < SCORE_STAGES; stage++)
                     if (from + stage < end) {
-                        Bf16::load(held[stage][0], upper_row, from + stage, policy);
-                        Bf16::load(held[stage][1], lower_row, from + stage, policy);
+                        load_step<Bf16>(held[stage][0], upper_row, from + stage, policy);
+                        load_step<Bf16>(held[stage][1], lower_row, from + stage, policy);
                     }
             }
             Bytes16 taken[SCORE_STAGES];
@@ -339,7 +332,6 @@ __device__ __forceinline__ void select_batch(
     if (threadIdx.x == 0) {
         groups->shared_segments = segments;
         groups->tokens = masks[MOST_EXPERTS];
-        groups->counts.taken = groups->counts.done = 0;
     }
     if (threadIdx.x == SELECT_WARPS * 32 - 1)
         groups->segments = begin + segments;
@@ -476,7 +468,7 @@ __device__ __forceinline__ void choose_together(RouteMemory& memory, int experts
         memory.keys[warp][lane] = key;
         __syncwarp();
         // Of equal keys the first lane's comes first. No key is the largest unsigned number.
-        const int rank = __popc(which_from(memory.keys[warp], key + 1) | (__match_any_sync(~0u, key) & ((1u << lane) - 1)));
+        const int rank = __popc(which_from(memory.keys[warp], key + 1) | (which_from(memory.keys[warp], key) & ((1u << lane) - 1)));
         if (rank < TOP) {
             memory.best_keys[warp][rank] = key;
             memory.best_ids[warp][rank] = threadIdx.x;
@@ -507,6 +499,21 @@ __device__ __forceinline__ void wait_for_grouping_warps()
     // The instruction is a whole warp's, and lanes come from branches of their own.
     __syncwarp();
     asm volatile("barrier.sync.aligned 1, %0;" ::"n"(32 * GROUPING_WARPS) : "memory");
+}
+
+// A warp groups a batch of one token: its experts as they stand.
+__device__ __forceinline__ void group_one(const RouteMemory& memory, bool has_shared, Groups* groups)
+{
+    const int lane = threadIdx.x & 31, paths = memory.is_bad ? 0 : TOP + has_shared, path = lane - has_shared;
+    if (lane < paths) {
+        begin_segment(groups->each + lane, path < 0 ? 0 : memory.chosen[0][path], 1, false);
+        groups->each[lane].routes[0] = path < 0 ? TOP : path;
+    }
+    if (lane == 0) {
+        groups->segments = paths;
+        groups->shared_segments = paths > TOP;
+        groups->tokens = paths > 0;
+    }
 }
 
 // The first warps of the first block group the batch by expert, as `gpukit_select` does.
@@ -552,7 +559,6 @@ __device__ __forceinline__ void group_few(RouteMemory& memory, bool has_shared, 
     if (threadIdx.x == 0) {
         groups->shared_segments = segments;
         groups->tokens = tokens_there;
-        groups->counts.taken = groups->counts.done = 0;
     }
     if (threadIdx.x == GROUPING_WARPS * 32 - 1)
         groups->segments = begin + segments;
@@ -568,8 +574,6 @@ extern "C" __global__ void CLUSTER(ROUTE_BLOCKS) __launch_bounds__(ROUTE_WARPS *
     const char* router,     // [experts and the shared one, 32 * steps] bfloat16
     int64 steps,
     ROUTING_PARAMETERS,
-    Bytes16* act,           // as in `gpukit_scores`
-    int64 act_vectors,
     int64* signal)
 {
 #if __CUDA_ARCH__ >= 900
@@ -616,7 +620,6 @@ extern "C" __global__ void CLUSTER(ROUTE_BLOCKS) __launch_bounds__(ROUTE_WARPS *
 #pragma unroll
         for (int step = 0; step < PAIR_STEPS; step++)
             taken[group][step] = group == 0 || group * COLUMNS < here ? own_x[group][4 * step] : Bytes16{};
-    make_absent(act, act_vectors);
 #pragma unroll
     for (int group = 0; group < FEW / COLUMNS; group++)
         if (group == 0 || group * COLUMNS < here) {
@@ -669,275 +672,16 @@ extern "C" __global__ void CLUSTER(ROUTE_BLOCKS) __launch_bounds__(ROUTE_WARPS *
             alpha[token * alpha_row + rank] = memory.is_bad ? 0.0f : weight;
         }
     }
-    if (groups && token == 0 && warp < GROUPING_WARPS)
-        group_few(memory, has_shared != 0, here, groups);
-#endif
-}
-
-// What a unit is: an expert and its tokens, the route of the one that is this lane's column, and tiles of rows.
-struct Place {
-    Bytes8 head;  // the expert, and how many tokens
-    Bytes2 route;
-    bool is_shared;
-    int tile;
-
-    __device__ __forceinline__ Place(const Segment* segment, bool is_shared, int tile) : is_shared(is_shared), tile(tile)
-    {
-        // From the L2: the L1 may be older than the groups, where they are read before the wait for the launch in front.
-        head = __ldcg(reinterpret_cast<const Bytes8*>(segment));
-        route = __ldcg(segment->routes + (threadIdx.x & 31) / 4);
-    }
-
-    __device__ __forceinline__ int expert() const
-    {
-        return static_cast<int>(head.x);
-    }
-
-    __device__ __forceinline__ int count() const
-    {
-        return static_cast<int>(head.y);
-    }
-
-    // Whether this lane's column has a token.
-    __device__ __forceinline__ bool has_token() const
-    {
-        return (threadIdx.x & 31) / 4 < head.y;
-    }
-};
-
-// A warp's way through its units: `Work` says where a unit's weights and activations are and what becomes of its sums. A unit is one or more tiles of
-// rows, for all of which activations are loaded once. With STEPS known, a unit is a straight line of instructions, in which the compiler tells loads
-// apart: each step waits for its own, STAGES of them are always on their way, and activations a step ahead, the next unit's behind this one's. With
-// 0 they are any number: the compiler has one scoreboard for loads across branches, so that whoever waits for one of them waits for all, and they are
-// loaded in turns.
-template <typename Format, int STAGES, int STEPS, typename Work>
-__device__ __forceinline__ void stream(Work& work, int unit, int apart, int units)
-{
-    constexpr int TILES = Work::TILES;
-    using Activations = typename Work::template Activations<Format>;
-    const int quad = threadIdx.x & 3, steps = STEPS ? STEPS : work.own_steps;
-    // Weights are read once, or by others at the same time.
-    const CachePolicy policy = policy_evict_first();
-    typename Format::Raw held[STAGES][TILES][2];
-    const auto row_of = [&](const Place& place) {
-        return Format::row(choose(place.is_shared, work.banks.shared, work.banks.routed), work.first_step(place), quad);
-    };
-    const auto load = [&](int stage, const Row& row, int step) {
-#pragma unroll
-        for (int i = 0; i < 2 * TILES; i++)
-            Format::load(held[stage][i / 2][i % 2], row_behind<Format>(row, work.steps_to(i / 2, i % 2)), step, policy);
-    };
-    const auto activations_of = [&](const Place& place, int step) {
-        return work.activations(place.route) + step * Work::STEP_LENGTH * Format::OCTS;
-    };
-    RowScales<Format, STEPS> scales[TILES][2];
-    const auto load_scales = [&](const Row& row) {
-#pragma unroll
-        for (int i = 0; i < 2 * TILES; i++)
-            scales[i / 2][i % 2].load(row_behind<Format>(row, work.steps_to(i / 2, i % 2)));
-    };
-    Place place = work.place(unit);
-    Row row = row_of(place);
-    load_scales(row);
-#pragma unroll
-    for (int stage = 0; stage < STAGES; stage++)
-        if (stage < steps)
-            load(stage, row, stage);
-    work.wait();
-    Activations taken;
-    taken.load(activations_of(place, 0), place.has_token());
-#pragma unroll 1
-    while (true) {
-        const bool is_last = unit + apart >= units;
-        // Behind the last unit its own first steps once more: they are at hand, and a branch would cost more.
-        const Place next = work.place(is_last ? unit : unit + apart);
-        const Row next_row = row_of(next);
-        float sums[TILES][4] = {};
-        if constexpr (STEPS > 0) {
-#pragma unroll
-            for (int step = 0; step < STEPS; step++) {
-                const int stage = step % STAGES, later = step + STAGES;
-#pragma unroll
-                for (int tile = 0; tile < TILES; tile++) {
-                    scales[tile][0].take(held[stage][tile][0], step);
-                    scales[tile][1].take(held[stage][tile][1], step);
-                    multiply_step<Format>(sums[tile], held[stage][tile][0], held[stage][tile][1], taken);
-                }
-                if (step + 1 < STEPS)
-                    taken.load(activations_of(place, step + 1), place.has_token());
-                else
-                    taken.load(activations_of(next, 0), next.has_token());
-                if (later < STEPS)
-                    load(stage, row, later);
-                else
-                    load(stage, next_row, later - STEPS);
-                // Loads of later steps do not come before: there are not so many registers.
-                if (STEPS > 8 && !Format::HAS_SCALE && step % 8 == 7)
-                    __syncwarp();
-            }
-            load_scales(next_row);
-        } else {
-#pragma unroll 1
-            for (int from = 0; from < steps; from += STAGES) {
-                // What comes into the place of a stage: the unit's next steps, or the next unit's first.
-                const bool is_end = from + STAGES >= steps;
-                const int later = is_end ? 0 : from + STAGES, left = is_end ? (is_last ? 0 : steps) : steps - from - STAGES;
-                const Row later_row = choose(is_end, next_row, row);
-#pragma unroll
-                for (int stage = 0; stage < STAGES; stage++)
-                    if (from + stage < steps) {
-#pragma unroll
-                        for (int tile = 0; tile < TILES; tile++) {
-#pragma unroll
-                            for (int half = 0; half < 2; half++)
-                                Format::load_scale(held[stage][tile][half], row_behind<Format>(row, work.steps_to(tile, half)), from + stage);
-                            multiply_step<Format>(sums[tile], held[stage][tile][0], held[stage][tile][1], taken);
-                        }
-                        if (from + stage + 1 < steps)
-                            taken.load(activations_of(place, from + stage + 1), place.has_token());
-                    }
-#pragma unroll
-                for (int stage = 0; stage < STAGES; stage++)
-                    if (stage < left)
-                        load(stage, later_row, later + stage);
-            }
-            taken.load(activations_of(next, 0), next.has_token());
-        }
-        work.finish(place, sums);
-        if (is_last)
-            return;
-        place = next;
-        row = next_row;
-        unit += apart;
-    }
-}
-
-template <typename Format, int STAGES, typename Work>
-__device__ __forceinline__ void stream(Work& work, int unit, int apart, int units)
-{
-    if (unit >= units)
+    if (!groups || token)
         return;
-#if __CUDA_ARCH__ == 900
-    // Elsewhere registers do not suffice, or nobody has measured it.
-    if (work.is_usual()) {
-        work.take_usual();
-        return stream<Format, STAGES, KNOWN_LENGTH / Format::STEP>(work, unit, apart, units);
+    if (here == 1) {
+        if (warp == 0)
+            group_one(memory, has_shared != 0, groups);
+    } else if (warp < GROUPING_WARPS) {
+        group_few(memory, has_shared != 0, here, groups);
     }
 #endif
-    stream<Format, STAGES, 0>(work, unit, apart, units);
 }
-
-// The first unit from `first` on that is this block's or warp's: unit u belongs to number u % all.
-__device__ __forceinline__ int first_unit(int own, int all, int first)
-{
-    return own >= first ? own : own + (first - own + all - 1) / all * all;
-}
-
-struct GateUp {
-    const Bytes16* x;
-    int64 x_row;
-    int64 hidden;
-    int64 width;
-    const Groups* groups;
-    unsigned* act;  // [tokens, paths, width], handed on as
-    int64 paths;
-    int handing, shared_handing;
-    Divisor tiles;  // of a segment
-    // What all tokens need: the shared expert's gate and up rows, and its down rows, which the next launch reads.
-    int64 shared_bytes;
-    const char* ahead;
-    int64 ahead_bytes;
-};
-
-// A unit is tiles of 8 gate and 8 up rows for a segment; the warps of the block have slices of the rows.
-template <typename Format, int SOME_TILES>
-struct GateUpWork {
-    template <typename Own>
-    using Activations = AsTheyAre<Own>;
-    // Accesses of 16 bytes in a step, an oct of each lane being one.
-    static constexpr int TILES = SOME_TILES, STEP_LENGTH = 4;
-    using Partial = float[GATE_WARPS][TILES * TILE][COLUMNS];
-    const GateUp& call;
-    Banks banks;
-    Partial* partial;  // two, in turns
-    int shared_segments, all_steps, begin, own_steps, parity;
-
-    __device__ __forceinline__ GateUpWork(const GateUp& call, const Banks& banks, int shared_segments, Partial* partial)
-        : call(call), banks(banks), partial(partial), shared_segments(shared_segments)
-    {
-        const int warp = threadIdx.x >> 5;
-        all_steps = static_cast<int>(call.hidden) / Format::STEP;
-        begin = slice_begin<Format>(all_steps, warp, GATE_WARPS);
-        own_steps = slice_begin<Format>(all_steps, warp + 1, GATE_WARPS) - begin;
-        parity = 0;
-    }
-
-    __device__ __forceinline__ Place place(int unit) const
-    {
-        const int segment = call.tiles.quotient(unit);
-        return {call.groups->each + segment, segment < shared_segments, static_cast<int>(unit - segment * call.tiles.value)};
-    }
-
-    // In steps from the beginning of the bank: of this lane's first row, and from there to its other ones.
-    __device__ __forceinline__ int first_step(const Place& place) const
-    {
-        return (place.expert() * 2 * static_cast<int>(call.width) + place.tile * 8 * TILES + (threadIdx.x & 31) / 4) * all_steps + begin;
-    }
-
-    __device__ __forceinline__ int steps_to(int tile, int half) const
-    {
-        return (tile * 8 + half * static_cast<int>(call.width)) * all_steps;
-    }
-
-    __device__ __forceinline__ bool is_usual() const
-    {
-        return call.hidden == GATE_WARPS * KNOWN_LENGTH;
-    }
-
-    // The same sizes, as constants.
-    __device__ __forceinline__ void take_usual()
-    {
-        own_steps = KNOWN_LENGTH / Format::STEP;
-        all_steps = GATE_WARPS * own_steps;
-        begin = static_cast<int>(threadIdx.x >> 5) * own_steps;
-    }
-
-    __device__ __forceinline__ void wait() const {}
-
-    __device__ __forceinline__ const Bytes16* activations(int route) const
-    {
-        return call.x + (route >> 4) * call.x_row + (begin * STEP_LENGTH + (threadIdx.x & 3)) * Format::OCTS;
-    }
-
-    __device__ __forceinline__ void finish(const Place& place, const float (&sums)[TILES][4])
-    {
-        const int warp = threadIdx.x >> 5, line = (threadIdx.x & 31) >> 2, quad = threadIdx.x & 3;
-        Partial& own = partial[parity];
-#pragma unroll
-        for (int tile = 0; tile < TILES; tile++) {
-            *reinterpret_cast<float2*>(&own[warp][tile * TILE + line][2 * quad]) = make_float2(sums[tile][0], sums[tile][1]);
-            *reinterpret_cast<float2*>(&own[warp][tile * TILE + line + 8][2 * quad]) = make_float2(sums[tile][2], sums[tile][3]);
-        }
-        // A thread has a row of a tile and a column; the routes of columns are those of the lanes 4 * column.
-        const int row = threadIdx.x % 8, tile = threadIdx.x / 8 % TILES, column = threadIdx.x / (8 * TILES);
-        const int route = __shfl_sync(~0u, static_cast<int>(place.route), 4 * (column % COLUMNS));
-        __syncthreads();
-        if (warp < 2 * TILES) {
-            float gate = own[0][tile * TILE + row][column], up = own[0][tile * TILE + row + 8][column];
-#pragma unroll
-            for (int other = 1; other < GATE_WARPS; other++) {
-                gate += own[other][tile * TILE + row][column];
-                up += own[other][tile * TILE + row + 8][column];
-            }
-            int word;
-            const unsigned result = word_of_oct(
-                silu(gate) * up, Handing((route & 15) == TOP ? call.shared_handing : call.handing), place.tile * TILES + tile, word);
-            if (column < place.count())
-                call.act[((route >> 4) * call.paths + (route & 15)) * call.width + word] = result;
-        }
-        parity ^= 1;
-    }
-};
 
 // HAS_OTHER: whether the shared expert may be in eight bits where the others are not.
 template <typename Format, int TILES, int STAGES, bool HAS_OTHER>
@@ -951,16 +695,28 @@ __device__ __forceinline__ void run_gate_up(const GateUp& call, const Banks& ban
     wait_for_predecessor();
     release_successor();
     const int tiles = static_cast<int>(call.tiles.value), all = gridDim.x;
-    const int shared_segments = call.groups->shared_segments, units = call.groups->segments * tiles;
-    int unit = blockIdx.x;
+    int unit = blockIdx.x, apart = all;
+    // Looked up beside the numbers of segments, not behind them: there are more segments in memory than first units.
+    const int segment = call.tiles.quotient(unit);
+    Place place(call.groups->each + segment, false, unit - segment * tiles);
+    const Bytes8 numbers = __ldcg(reinterpret_cast<const Bytes8*>(call.groups));
+    const int shared_segments = numbers.y, units = numbers.x * tiles;
+    place.is_shared = segment < shared_segments;
     if (HAS_OTHER && is_shared_other) {
         GateUpWork<Wide, TILES> work(call, banks, shared_segments, partial);
-        stream<Wide, STAGES>(work, unit, all, shared_segments * tiles);
+        const int shared_units = shared_segments * tiles;
+        stream<Wide, STAGES>(work, place, unit, all, shared_units);
         __syncthreads();
-        unit = first_unit(unit, all, shared_segments * tiles);
+        // Units of eight bits take as long as two others: of a single token nobody has both.
+        if (units - shared_units <= 2 * (all - shared_units))
+            apart = all - shared_units;
+        if (unit < shared_units) {
+            unit = apart < all ? units : first_unit(unit, all, shared_units);
+            place = work.place(min(unit, units - 1));
+        }
     }
     GateUpWork<Format, TILES> work(call, banks, shared_segments, partial);
-    stream<Format, STAGES>(work, unit, all, units);
+    stream<Format, STAGES>(work, place, unit, apart, units);
 }
 
 // Activations that are float32 as terms, which `gate_up` hands on by itself where it is not alone.
@@ -994,121 +750,64 @@ extern "C" __global__ void __launch_bounds__(HANDING_THREADS) gpukit_hand_on(
     to[QUADS] = made[1];
 }
 
-struct Down {
-    const unsigned* act;  // [tokens, paths, width], handed on as terms
-    int64 paths;
-    int64 hidden;
-    int64 width;
-    const Groups* groups;
-    const float* alpha;         // [tokens, TOP]
-    const float* shared_scale;  // [tokens], 0 without a shared expert
-    Bytes2* dest;
-    int64 dest_row;
-    int64 tokens;
-    int64 are_groups_ready;  // whether the launch in front of the one in front made them
-};
-
-// A unit is a segment; the block's tile of rows is the same for all. Each warp has units of its own.
-template <typename Format>
-struct DownWork {
-    template <typename Own>
-    using Activations = FromTerms<Own>;
-    static constexpr int TILES = 1, STEP_LENGTH = 8;
-    const Down& call;
-    Banks banks;
-    float (*sums_of_paths)[TILE];
-    int shared_segments, own_steps;
-
-    __device__ __forceinline__ DownWork(const Down& call, const Banks& banks, int shared_segments, float (*sums_of_paths)[TILE])
-        : call(call), banks(banks), sums_of_paths(sums_of_paths), shared_segments(shared_segments)
-    {
-        own_steps = static_cast<int>(call.width) / Format::STEP;
-    }
-
-    __device__ __forceinline__ Place place(int unit) const
-    {
-        return {call.groups->each + unit, unit < shared_segments, static_cast<int>(blockIdx.x)};
-    }
-
-    __device__ __forceinline__ int first_step(const Place& place) const
-    {
-        return (place.expert() * static_cast<int>(call.hidden) + place.tile * TILE + (threadIdx.x & 31) / 4) * own_steps;
-    }
-
-    __device__ __forceinline__ int steps_to(int, int half) const
-    {
-        return half * 8 * own_steps;
-    }
-
-    __device__ __forceinline__ bool is_usual() const
-    {
-        return call.width == KNOWN_LENGTH;
-    }
-
-    __device__ __forceinline__ void take_usual()
-    {
-        own_steps = KNOWN_LENGTH / Format::STEP;
-    }
-
-    __device__ __forceinline__ void wait() const
-    {
-        if (call.are_groups_ready)
-            wait_for_predecessor();
-    }
-
-    __device__ __forceinline__ const Bytes16* activations(int route) const
-    {
-        const unsigned* row = call.act + ((route >> 4) * call.paths + (route & 15)) * call.width;
-        return reinterpret_cast<const Bytes16*>(row) + (threadIdx.x & 3);
-    }
-
-    __device__ __forceinline__ void finish(const Place& place, const float (&sums)[TILES][4]) const
-    {
-        const int line = (threadIdx.x & 31) >> 2, quad = threadIdx.x & 3, paths = static_cast<int>(call.paths);
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int route = __shfl_sync(~0u, static_cast<int>(place.route), 4 * (2 * quad + i));
-            if (2 * quad + i < place.count()) {
-                float* own = sums_of_paths[(route >> 4) * paths + (route & 15)];
-                own[line] = sums[0][i];
-                own[line + 8] = sums[0][i + 2];
-            }
-        }
-    }
-};
-
 template <typename Format, int STAGES, bool HAS_OTHER>
 __device__ __forceinline__ void run_down(const Down& call, const Banks& banks, bool is_shared_other)
 {
-    __shared__ float sums_of_paths[BATCH * (TOP + 1)][TILE];
+    __shared__ DownMemory memory;
     if (!call.are_groups_ready)
         wait_for_predecessor();
-    const int shared_segments = __ldcg(&call.groups->shared_segments), segments = __ldcg(&call.groups->segments);
     int unit = threadIdx.x >> 5;
-    if (HAS_OTHER && is_shared_other) {
-        DownWork<Wide> work(call, banks, shared_segments, sums_of_paths);
-        stream<Wide, STAGES>(work, unit, DOWN_WARPS, shared_segments);
-        unit = first_unit(unit, DOWN_WARPS, shared_segments);
+    Place place(call.groups->each + unit, false, blockIdx.x);
+    const Bytes16 header = __ldcg(reinterpret_cast<const Bytes16*>(call.groups));
+    const int segments = header.x, shared_segments = header.y;
+    const uint64 tokens = header.z | static_cast<uint64>(header.w) << 32;
+    const int paths = static_cast<int>(call.paths), weights = static_cast<int>(call.tokens) * paths, rows = static_cast<int>(call.tokens) * TILE;
+    // All asked for at once: they come with the place.
+    constexpr int THREADS = DOWN_WARPS * 32, EACH = (BATCH * TILE + THREADS - 1) / THREADS;
+    float weight[EACH];
+    Bytes2 residual[EACH];
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {
+        const int i = threadIdx.x + e * THREADS, token = i / paths, path = i - token * paths;
+        if (i < weights)
+            weight[e] = __ldcg(path < TOP ? call.alpha + token * TOP + path : call.shared_scale + token);
+        if (i < rows)
+            residual[e] = __ldcg(call.dest + i / TILE * call.dest_row + blockIdx.x * TILE + i % TILE);
     }
-    DownWork<Format> work(call, banks, shared_segments, sums_of_paths);
-    stream<Format, STAGES>(work, unit, DOWN_WARPS, segments);
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {
+        const int i = threadIdx.x + e * THREADS;
+        if (i < weights)
+            memory.weights[i] = weight[e];
+        if (i < rows)
+            memory.residuals[i] = bf16_to_float(residual[e]);
+    }
+    place.is_shared = unit < shared_segments;
+    if (HAS_OTHER && is_shared_other) {
+        DownWork<Wide> work(call, banks, shared_segments, memory.sums_of_paths);
+        stream<Wide, STAGES>(work, place, unit, DOWN_WARPS, shared_segments);
+        if (unit < shared_segments) {
+            unit = first_unit(unit, DOWN_WARPS, shared_segments);
+            place = work.place(unit);
+        }
+    }
+    DownWork<Format> work(call, banks, shared_segments, memory.sums_of_paths);
+    stream<Format, STAGES>(work, place, unit, DOWN_WARPS, segments);
     wait_for_predecessor();
     release_successor();
     __syncthreads();
-    const int paths = static_cast<int>(call.paths);
 #pragma unroll 1
     for (int i = threadIdx.x; i < call.tokens * TILE; i += DOWN_WARPS * 32) {
         const int row = i % TILE, token = i / TILE;
-        if (!(call.groups->tokens >> token & 1))
+        if (!(tokens >> token & 1))
             continue;
-        Bytes2* dest = call.dest + token * call.dest_row + blockIdx.x * TILE + row;
-        float sum = bf16_to_float(*dest);
+        float sum = memory.residuals[i];
 #pragma unroll
         for (int rank = 0; rank < TOP; rank++)
-            sum = fmaf(call.alpha[token * TOP + rank], sums_of_paths[token * paths + rank][row], sum);
+            sum = fmaf(memory.weights[token * paths + rank], memory.sums_of_paths[token * paths + rank][row], sum);
         if (paths > TOP)
-            sum = fmaf(call.shared_scale[token], sums_of_paths[token * paths + TOP][row], sum);
-        *dest = float_to_bf16(sum);
+            sum = fmaf(memory.weights[token * paths + TOP], memory.sums_of_paths[token * paths + TOP][row], sum);
+        call.dest[token * call.dest_row + blockIdx.x * TILE + row] = float_to_bf16(sum);
     }
 }
 

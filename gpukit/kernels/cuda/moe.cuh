@@ -9,7 +9,6 @@
 #include "gpukit.cuh"
 #include "half.cuh"
 #include "mma.cuh"
-#include "staging.cuh"
 
 // Routed experts of a token.
 constexpr int TOP = 8;
@@ -31,21 +30,12 @@ struct Segment {
     Bytes2 routes[COLUMNS];  // 16 times the token and its rank of the expert: 0 … 7, 8 for the shared one
 };
 
-// How many turns blocks have taken, and how many results are there: 0 when a batch has been grouped. Each is in a line of its own.
-struct Counts {
-    unsigned taken;
-    unsigned beside_taken[31];
-    unsigned done;
-    unsigned beside_done[31];
-};
-
 // A batch grouped by expert. Those of the shared expert come first.
 struct Groups {
     int segments;
     int shared_segments;
     uint64 tokens;  // those that have experts, as bits
     int64 unused[14];
-    Counts counts;
     Segment each[MOST_EXPERTS + 2 * BATCH];
 };
 
@@ -69,13 +59,6 @@ __device__ __forceinline__ Bank choose(bool is_first, const Bank& first, const B
 {
     return {is_first ? first.base : second.base, is_first ? first.high : second.high, is_first ? first.scales : second.scales};
 }
-
-// A row that was copied to shared memory: addresses of its planes there.
-struct StagedRow {
-    unsigned base;
-    unsigned high;
-    unsigned scales;
-};
 
 // a * b + c of two pairs, each rounded once.
 __device__ __forceinline__ unsigned multiply_add_pair(unsigned a, unsigned b, unsigned c)
@@ -117,6 +100,21 @@ __device__ __forceinline__ Bytes8 load_weights(const Bytes8* address, CachePolic
     return v;
 }
 
+// The same, where they are wanted; else `v` stays what it is. No branch: the compiler tells loads apart only on a straight line.
+__device__ __forceinline__ void load_wanted(Bytes16& v, const Bytes16* address, CachePolicy policy, bool is_wanted)
+{
+    asm volatile("{\n.reg .pred is_wanted;\nsetp.ne.u32 is_wanted, %6, 0;\n"
+                 "@is_wanted ld.global.L1::no_allocate.L2::cache_hint.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4], %5;\n}"
+                 : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(address), "l"(policy), "r"(static_cast<int>(is_wanted)) : "memory");
+}
+
+__device__ __forceinline__ void load_wanted(Bytes8& v, const Bytes8* address, CachePolicy policy, bool is_wanted)
+{
+    asm volatile("{\n.reg .pred is_wanted;\nsetp.ne.u32 is_wanted, %4, 0;\n"
+                 "@is_wanted ld.global.L1::no_allocate.L2::cache_hint.L2::128B.v2.u32 {%0, %1}, [%2], %3;\n}"
+                 : "+r"(v.x), "+r"(v.y) : "l"(address), "l"(policy), "r"(static_cast<int>(is_wanted)) : "memory");
+}
+
 __device__ __forceinline__ void prefetch_line(const char* address)
 {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
@@ -156,10 +154,9 @@ __device__ __forceinline__ void arrange(unsigned (&pairs)[4])
 }
 
 // A format: STEP elements of a row are taken at a time, STEP_BYTES of the base and HIGH_BYTES of the high bits, OCTS octs a lane; `at` counts steps
-// from the beginning of the bank, or of the staged row, `step` those of a row. A warp's steps begin where a scale does, so at a multiple of
-// SCALE_STEPS. Scales are loaded apart, since those of many steps are one access: two bytes a step, whatever the format, and `take_scale` has what
-// is in four bytes for two steps. Rows are staged so that BASE_PAD bytes are between them. `prefetch_rest` is for what is beside the base; two lanes
-// share it.
+// from the beginning of the bank, `step` those of a row. A warp's steps begin where a scale does, so at a multiple of SCALE_STEPS. Scales are loaded
+// apart, since those of many steps are one access: two bytes a step, whatever the format, and `take_scale` has what is in four bytes for two steps.
+// `prefetch_rest` is for what is beside the base; two lanes share it.
 struct Bf16 {
     static constexpr int STEP = 32, STEP_BYTES = 64, OCTS = 1, SCALE_STEPS = 1, ORDER = STRAIGHT;
     static constexpr int HIGH_BYTES = 0;
@@ -173,10 +170,7 @@ struct Bf16 {
         return {bank.base + 16 * (4ll * at + quad), nullptr, nullptr};
     }
 
-    static __device__ __forceinline__ void load(Raw& raw, const Row& row, int step, CachePolicy policy)
-    {
-        raw.base = load_weights(reinterpret_cast<const Bytes16*>(row.base + STEP_BYTES * step), policy);
-    }
+    static __device__ __forceinline__ void load_high(Raw&, const Row&, int) {}
 
     static __device__ __forceinline__ void load_scale(Raw&, const Row&, int) {}
 
@@ -201,7 +195,7 @@ struct Bf16 {
 // e4m3 with a float32 scale for 128 elements. As bits, the number is a bfloat16 whose exponent is 120 too small, even below the normal numbers.
 struct Fp8 {
     static constexpr int STEP = 64, STEP_BYTES = 64, OCTS = 2, SCALE_STEPS = 2, ORDER = BYTES;
-    static constexpr int HIGH_BYTES = 0, BASE_PAD = 64;
+    static constexpr int HIGH_BYTES = 0;
     static constexpr bool HAS_SCALE = true;
     struct Raw {
         Bytes16 base;
@@ -213,19 +207,11 @@ struct Fp8 {
         return {bank.base + 16 * (4ll * at + quad), nullptr, bank.scales + 4ll * (at >> 1)};
     }
 
-    static __device__ __forceinline__ void load(Raw& raw, const Row& row, int step, CachePolicy policy)
-    {
-        raw.base = load_weights(reinterpret_cast<const Bytes16*>(row.base + STEP_BYTES * step), policy);
-    }
+    static __device__ __forceinline__ void load_high(Raw&, const Row&, int) {}
 
     static __device__ __forceinline__ void load_scale(Raw& raw, const Row& row, int step)
     {
         raw.scale = __ldg(reinterpret_cast<const float*>(row.scales) + (step >> 1));
-    }
-
-    static __device__ __forceinline__ void take(Raw& raw, const StagedRow& row, int at, int quad)
-    {
-        raw.base = load_shared16(row.base + STEP_BYTES * at + 16 * quad);
     }
 
     static __device__ __forceinline__ void take_scale(Raw& raw, unsigned pair, int)
@@ -263,7 +249,7 @@ struct Fp8 {
 template <int BITS>
 struct Split {
     static constexpr int STEP = 64, STEP_BYTES = 32, OCTS = 2, SCALE_STEPS = 1, ORDER = NIBBLES;
-    static constexpr int HIGH_BYTES = 8 * (BITS - 4), BASE_PAD = 32;
+    static constexpr int HIGH_BYTES = 8 * (BITS - 4);
     static constexpr bool HAS_SCALE = true;
     struct Raw {
         Bytes8 base;
@@ -277,9 +263,8 @@ struct Split {
         return {bank.base + 8 * number, bank.high + HIGH_BYTES / 4 * number, bank.scales + 2ll * at};
     }
 
-    static __device__ __forceinline__ void load(Raw& raw, const Row& row, int step, CachePolicy policy)
+    static __device__ __forceinline__ void load_high(Raw& raw, const Row& row, int step)
     {
-        raw.base = load_weights(reinterpret_cast<const Bytes8*>(row.base + STEP_BYTES * step), policy);
         if (BITS == 5)
             raw.high = __ldg(reinterpret_cast<const Bytes2*>(row.high + HIGH_BYTES * step));
         if (BITS == 6)
@@ -289,15 +274,6 @@ struct Split {
     static __device__ __forceinline__ void load_scale(Raw& raw, const Row& row, int step)
     {
         raw.scale = __ldg(reinterpret_cast<const Bytes2*>(row.scales) + step);
-    }
-
-    static __device__ __forceinline__ void take(Raw& raw, const StagedRow& row, int at, int quad)
-    {
-        raw.base = load_shared8(row.base + STEP_BYTES * at + 8 * quad);
-        if (BITS == 5)
-            raw.high = load_shared2(row.high + HIGH_BYTES * at + 2 * quad);
-        if (BITS == 6)
-            raw.high = load_shared4(row.high + HIGH_BYTES * at + 4 * quad);
     }
 
     static __device__ __forceinline__ void take_scale(Raw& raw, unsigned pair, int step)
@@ -345,7 +321,7 @@ struct Split {
 // Eight bits are one too many beside an exponent: the lower seven, and 0 or 128 to be taken off, apart.
 struct Wide {
     static constexpr int STEP = 32, STEP_BYTES = 32, OCTS = 1, SCALE_STEPS = 1, ORDER = BYTES;
-    static constexpr int HIGH_BYTES = 0, BASE_PAD = 32;
+    static constexpr int HIGH_BYTES = 0;
     static constexpr bool HAS_SCALE = true;
     struct Raw {
         Bytes8 base;
@@ -357,19 +333,11 @@ struct Wide {
         return {bank.base + 8 * (4ll * at + quad), nullptr, bank.scales + 2ll * at};
     }
 
-    static __device__ __forceinline__ void load(Raw& raw, const Row& row, int step, CachePolicy policy)
-    {
-        raw.base = load_weights(reinterpret_cast<const Bytes8*>(row.base + STEP_BYTES * step), policy);
-    }
+    static __device__ __forceinline__ void load_high(Raw&, const Row&, int) {}
 
     static __device__ __forceinline__ void load_scale(Raw& raw, const Row& row, int step)
     {
         raw.scale = __ldg(reinterpret_cast<const Bytes2*>(row.scales) + step);
-    }
-
-    static __device__ __forceinline__ void take(Raw& raw, const StagedRow& row, int at, int quad)
-    {
-        raw.base = load_shared8(row.base + STEP_BYTES * at + 8 * quad);
     }
 
     static __device__ __forceinline__ void take_scale(Raw& raw, unsigned pair, int step)
@@ -401,6 +369,21 @@ struct Wide {
         return half_to_float(raw.scale);
     }
 };
+
+template <typename Format>
+__device__ __forceinline__ void load_step(typename Format::Raw& raw, const Row& row, int step, CachePolicy policy)
+{
+    raw.base = load_weights(reinterpret_cast<const decltype(raw.base)*>(row.base + Format::STEP_BYTES * step), policy);
+    Format::load_high(raw, row, step);
+}
+
+// Where it is not wanted, only the small part of it.
+template <typename Format>
+__device__ __forceinline__ void load_wanted_step(typename Format::Raw& raw, const Row& row, int step, CachePolicy policy, bool is_wanted)
+{
+    load_wanted(raw.base, reinterpret_cast<const decltype(raw.base)*>(row.base + Format::STEP_BYTES * step), policy, is_wanted);
+    Format::load_high(raw, row, step);
+}
 
 // Where the slice of warp `number` of so many begins, of a row of `steps`.
 template <typename Format>

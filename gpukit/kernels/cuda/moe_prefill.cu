@@ -4,6 +4,7 @@
 // Activations between the products are sums of two bfloat16, the second being what the first leaves.
 
 #include "moe.cuh"
+#include "staging.cuh"
 
 #ifndef DYNAMIC_SHARED
 extern __shared__ Bytes16 dynamic_shared[];
@@ -157,7 +158,7 @@ template <typename Format>
 __device__ __forceinline__ void load_step(typename Format::Raw& raw, const Bank& bank, int at, int quad, CachePolicy policy)
 {
     const Row row = Format::row(bank, at, quad);
-    Format::load(raw, row, 0, policy);
+    load_step<Format>(raw, row, 0, policy);
     Format::load_scale(raw, row, 0);
 }
 

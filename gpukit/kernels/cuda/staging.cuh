@@ -6,39 +6,6 @@
 #include "cache_hints.cuh"
 #include "gpukit.cuh"
 
-__device__ __forceinline__ Bytes16 load_shared16(unsigned address)
-{
-    Bytes16 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
-    return v;
-}
-
-__device__ __forceinline__ Bytes8 load_shared8(unsigned address)
-{
-    Bytes8 v;
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
-    return v;
-}
-
-__device__ __forceinline__ unsigned load_shared4(unsigned address)
-{
-    unsigned v;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
-    return v;
-}
-
-__device__ __forceinline__ unsigned short load_shared2(unsigned address)
-{
-    unsigned short v;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address));
-    return v;
-}
-
-__device__ __forceinline__ void store_shared16(unsigned address, Bytes16 v)
-{
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-
 // Sixteen bytes from global to shared memory that arrive later, past L1; zeros, and nothing read, unless `is_there`.
 __device__ __forceinline__ void copy_later(void* to, const void* from, bool is_there)
 {
@@ -72,13 +39,6 @@ __device__ __forceinline__ void fence_for_cluster()
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Both; behind the making of barriers, before a block's threads meet.
-__device__ __forceinline__ void fence_barriers()
-{
-    fence_for_cluster();
-    fence_for_copies();
-}
-
 __device__ __forceinline__ void arrive(unsigned barrier)
 {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
@@ -107,10 +67,4 @@ __device__ __forceinline__ void copy_in_bulk(unsigned to, const char* from, unsi
 {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
                  ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
-}
-
-// `threads` of the block, whole warps, meet at a barrier of their own.
-__device__ __forceinline__ void wait_for_threads(int barrier, int threads)
-{
-    asm volatile("barrier.sync.aligned %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }

@@ -1,0 +1,369 @@
+// How the weights of the decode schedule stream from memory to registers, and what becomes of the sums.
+
+#pragma once
+
+#include "moe.cuh"
+
+constexpr int GATE_WARPS = 4;
+constexpr int DOWN_WARPS = 12;
+
+// What a unit is: an expert and its tokens, the route of the one that is this lane's column, and tiles of rows.
+struct Place {
+    Bytes8 head;  // the expert, and how many tokens
+    Bytes2 route;
+    bool is_shared;
+    int tile;
+
+    __device__ __forceinline__ Place(const Segment* segment, bool is_shared, int tile) : is_shared(is_shared), tile(tile)
+    {
+        // From the L2: the L1 may be older than the groups, where they are read before the wait for the launch in front.
+        head = __ldcg(reinterpret_cast<const Bytes8*>(segment));
+        route = __ldcg(segment->routes + (threadIdx.x & 31) / 4);
+    }
+
+    __device__ __forceinline__ int expert() const
+    {
+        return static_cast<int>(head.x);
+    }
+
+    __device__ __forceinline__ int count() const
+    {
+        return static_cast<int>(head.y);
+    }
+
+    // Whether this lane's column has a token.
+    __device__ __forceinline__ bool has_token() const
+    {
+        return (threadIdx.x & 31) / 4 < head.y;
+    }
+};
+
+// A warp's way through its units: `Work` says where a unit's weights and activations are and what becomes of its sums. A unit is one or more tiles of
+// rows, for all of which activations are loaded once. With STEPS known, a unit is a straight line of instructions, in which the compiler tells loads
+// apart: each step waits for its own, STAGES of them are always on their way, and activations a step ahead, the next unit's behind this one's. With
+// 0 they are any number: the compiler has one scoreboard for loads across branches, so that whoever waits for one of them waits for all, and they are
+// loaded in turns.
+template <typename Format, int STAGES, int STEPS, typename Work>
+__device__ __forceinline__ void stream(Work& work, Place place, int unit, int apart, int units)
+{
+    constexpr int TILES = Work::TILES;
+    static_assert(STEPS % STAGES == 0, "a unit begins at the first stage");
+    using Activations = typename Work::template Activations<Format>;
+    const int quad = threadIdx.x & 3, steps = STEPS ? STEPS : work.own_steps;
+    // Weights are read once, or by others at the same time.
+    const CachePolicy policy = policy_evict_first();
+    typename Format::Raw held[STAGES][TILES][2];
+    const auto row_of = [&](const Place& place) {
+        return Format::row(choose(place.is_shared, work.banks.shared, work.banks.routed), work.first_step(place), quad);
+    };
+    const auto load = [&](int stage, const Row& row, int step) {
+#pragma unroll
+        for (int i = 0; i < 2 * TILES; i++)
+            load_step<Format>(held[stage][i / 2][i % 2], row_behind<Format>(row, work.steps_to(i / 2, i % 2)), step, policy);
+    };
+    const auto load_wanted = [&](int stage, const Row& row, int step, bool is_wanted) {
+#pragma unroll
+        for (int i = 0; i < 2 * TILES; i++)
+            load_wanted_step<Format>(held[stage][i / 2][i % 2], row_behind<Format>(row, work.steps_to(i / 2, i % 2)), step, policy, is_wanted);
+    };
+    const auto activations_of = [&](const Place& place, int step) {
+        return work.activations(place.route) + step * Work::STEP_LENGTH * Format::OCTS;
+    };
+    RowScales<Format, STEPS> scales[TILES][2];
+    const auto load_scales = [&](const Row& row) {
+#pragma unroll
+        for (int i = 0; i < 2 * TILES; i++)
+            scales[i / 2][i % 2].load(row_behind<Format>(row, work.steps_to(i / 2, i % 2)));
+    };
+    Row row = row_of(place);
+    load_scales(row);
+#pragma unroll
+    for (int stage = 0; stage < STAGES; stage++)
+        if (stage < steps)
+            load(stage, row, stage);
+    work.wait();
+    Activations taken;
+    taken.load(activations_of(place, 0), place.has_token());
+#pragma unroll 1
+    while (true) {
+        const bool is_last = unit + apart >= units;
+        // Behind the last unit its own once more, of which only what is small is loaded: a branch would cost more.
+        const Place next = work.place(is_last ? unit : unit + apart);
+        const Row next_row = row_of(next);
+        float sums[TILES][4] = {};
+        if constexpr (STEPS > 0) {
+#pragma unroll
+            for (int step = 0; step < STEPS; step++) {
+                const int stage = step % STAGES, later = step + STAGES;
+#pragma unroll
+                for (int tile = 0; tile < TILES; tile++) {
+                    scales[tile][0].take(held[stage][tile][0], step);
+                    scales[tile][1].take(held[stage][tile][1], step);
+                    multiply_step<Format>(sums[tile], held[stage][tile][0], held[stage][tile][1], taken);
+                }
+                if (step + 1 < STEPS)
+                    taken.load(activations_of(place, step + 1), place.has_token());
+                else
+                    taken.load(activations_of(next, 0), next.has_token());
+                if (later < STEPS)
+                    load(stage, row, later);
+                else
+                    load_wanted(stage, next_row, later - STEPS, !is_last);
+                // Loads of later steps do not come before: there are not so many registers.
+                if (STEPS > 8 && !Format::HAS_SCALE && step % 8 == 7)
+                    __syncwarp();
+            }
+            load_scales(next_row);
+        } else {
+#pragma unroll 1
+            for (int from = 0; from < steps; from += STAGES) {
+                // What comes into the place of a stage: the unit's next steps, or the next unit's first.
+                const bool is_end = from + STAGES >= steps;
+                const int later = is_end ? 0 : from + STAGES, left = is_end ? (is_last ? 0 : steps) : steps - from - STAGES;
+                const Row later_row = choose(is_end, next_row, row);
+#pragma unroll
+                for (int stage = 0; stage < STAGES; stage++)
+                    if (from + stage < steps) {
+#pragma unroll
+                        for (int tile = 0; tile < TILES; tile++) {
+#pragma unroll
+                            for (int half = 0; half < 2; half++)
+                                Format::load_scale(held[stage][tile][half], row_behind<Format>(row, work.steps_to(tile, half)), from + stage);
+                            multiply_step<Format>(sums[tile], held[stage][tile][0], held[stage][tile][1], taken);
+                        }
+                        if (from + stage + 1 < steps)
+                            taken.load(activations_of(place, from + stage + 1), place.has_token());
+                    }
+#pragma unroll
+                for (int stage = 0; stage < STAGES; stage++)
+                    if (stage < left)
+                        load(stage, later_row, later + stage);
+            }
+            taken.load(activations_of(next, 0), next.has_token());
+        }
+        work.finish(place, sums);
+        if (is_last)
+            return;
+        place = next;
+        row = next_row;
+        unit += apart;
+    }
+}
+
+// `place` is that of the first unit, looked up before it was known how many there are.
+template <typename Format, int STAGES, typename Work>
+__device__ __forceinline__ void stream(Work& work, Place place, int unit, int apart, int units)
+{
+    if (unit >= units)
+        return;
+#if __CUDA_ARCH__ == 900
+    // Elsewhere registers do not suffice, or nobody has measured it.
+    if (work.is_usual()) {
+        work.take_usual();
+        return stream<Format, STAGES, KNOWN_LENGTH / Format::STEP>(work, place, unit, apart, units);
+    }
+#endif
+    stream<Format, STAGES, 0>(work, place, unit, apart, units);
+}
+
+// The first unit from `first` on that is this block's or warp's: unit u belongs to number u % all.
+__device__ __forceinline__ int first_unit(int own, int all, int first)
+{
+    return own >= first ? own : own + (first - own + all - 1) / all * all;
+}
+
+struct GateUp {
+    const Bytes16* x;
+    int64 x_row;
+    int64 hidden;
+    int64 width;
+    const Groups* groups;
+    unsigned* act;  // [tokens, paths, width], handed on as
+    int64 paths;
+    int handing, shared_handing;
+    Divisor tiles;  // of a segment
+    // What all tokens need: the shared expert's gate and up rows, and its down rows, which the next launch reads.
+    int64 shared_bytes;
+    const char* ahead;
+    int64 ahead_bytes;
+};
+
+// A unit is tiles of 8 gate and 8 up rows for a segment; GATE_WARPS warps have slices of the rows.
+template <typename Format, int SOME_TILES>
+struct GateUpWork {
+    template <typename Own>
+    using Activations = AsTheyAre<Own>;
+    // Accesses of 16 bytes in a step, an oct of each lane being one.
+    static constexpr int TILES = SOME_TILES, STEP_LENGTH = 4;
+    using Partial = float[GATE_WARPS][TILES * TILE][COLUMNS];
+    const GateUp& call;
+    Banks banks;
+    Partial* partial;  // two, in turns
+    int shared_segments, all_steps, begin, own_steps, parity;
+
+    __device__ __forceinline__ GateUpWork(const GateUp& call, const Banks& banks, int shared_segments, Partial* partial)
+        : call(call), banks(banks), partial(partial), shared_segments(shared_segments)
+    {
+        const int warp = threadIdx.x >> 5;
+        all_steps = static_cast<int>(call.hidden) / Format::STEP;
+        begin = slice_begin<Format>(all_steps, warp, GATE_WARPS);
+        own_steps = slice_begin<Format>(all_steps, warp + 1, GATE_WARPS) - begin;
+        parity = 0;
+    }
+
+    __device__ __forceinline__ Place place(int unit) const
+    {
+        const int segment = call.tiles.quotient(unit);
+        return {call.groups->each + segment, segment < shared_segments, static_cast<int>(unit - segment * call.tiles.value)};
+    }
+
+    // In steps from the beginning of the bank: of this lane's first row, and from there to its other ones.
+    __device__ __forceinline__ int first_step(const Place& place) const
+    {
+        return (place.expert() * 2 * static_cast<int>(call.width) + place.tile * 8 * TILES + (threadIdx.x & 31) / 4) * all_steps + begin;
+    }
+
+    __device__ __forceinline__ int steps_to(int tile, int half) const
+    {
+        return (tile * 8 + half * static_cast<int>(call.width)) * all_steps;
+    }
+
+    __device__ __forceinline__ bool is_usual() const
+    {
+        return call.hidden == GATE_WARPS * KNOWN_LENGTH;
+    }
+
+    // The same sizes, as constants.
+    __device__ __forceinline__ void take_usual()
+    {
+        own_steps = KNOWN_LENGTH / Format::STEP;
+        all_steps = GATE_WARPS * own_steps;
+        begin = static_cast<int>(threadIdx.x >> 5) * own_steps;
+    }
+
+    __device__ __forceinline__ void wait() const {}
+
+    __device__ __forceinline__ const Bytes16* activations(int route) const
+    {
+        return call.x + (route >> 4) * call.x_row + (begin * STEP_LENGTH + (threadIdx.x & 3)) * Format::OCTS;
+    }
+
+    __device__ __forceinline__ void finish(const Place& place, const float (&sums)[TILES][4])
+    {
+        const int warp = threadIdx.x >> 5, line = (threadIdx.x & 31) >> 2, quad = threadIdx.x & 3;
+        Partial& own = partial[parity];
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++) {
+            *reinterpret_cast<float2*>(&own[warp][tile * TILE + line][2 * quad]) = make_float2(sums[tile][0], sums[tile][1]);
+            *reinterpret_cast<float2*>(&own[warp][tile * TILE + line + 8][2 * quad]) = make_float2(sums[tile][2], sums[tile][3]);
+        }
+        // A thread has a row of a tile and a column; the routes of columns are those of the lanes 4 * column.
+        const int row = threadIdx.x % 8, tile = threadIdx.x / 8 % TILES, column = threadIdx.x / (8 * TILES);
+        const int route = __shfl_sync(~0u, static_cast<int>(place.route), 4 * (column % COLUMNS));
+        __syncthreads();
+        if (warp < 2 * TILES) {
+            float gate = own[0][tile * TILE + row][column], up = own[0][tile * TILE + row + 8][column];
+#pragma unroll
+            for (int other = 1; other < GATE_WARPS; other++) {
+                gate += own[other][tile * TILE + row][column];
+                up += own[other][tile * TILE + row + 8][column];
+            }
+            int word;
+            const unsigned result = word_of_oct(
+                silu(gate) * up, Handing((route & 15) == TOP ? call.shared_handing : call.handing), place.tile * TILES + tile, word);
+            if (column < place.count())
+                call.act[((route >> 4) * call.paths + (route & 15)) * call.width + word] = result;
+        }
+        parity ^= 1;
+    }
+};
+
+struct Down {
+    const unsigned* act;  // [tokens, paths, width], handed on as terms
+    int64 paths;
+    int64 hidden;
+    int64 width;
+    const Groups* groups;
+    const float* alpha;         // [tokens, TOP]
+    const float* shared_scale;  // [tokens], 0 without a shared expert
+    Bytes2* dest;
+    int64 dest_row;
+    int64 tokens;
+    int64 are_groups_ready;  // whether the launch in front of the one in front made them
+};
+
+// The sums of a block of the down projections, and what they are put together with.
+struct DownMemory {
+    float sums_of_paths[BATCH * (TOP + 1)][TILE];
+    float weights[BATCH * (TOP + 1)];
+    float residuals[BATCH * TILE];
+};
+
+// A unit is a segment; the block's tile of rows is the same for all. Each warp has units of its own.
+template <typename Format>
+struct DownWork {
+    template <typename Own>
+    using Activations = FromTerms<Own>;
+    static constexpr int TILES = 1, STEP_LENGTH = 8;
+    const Down& call;
+    Banks banks;
+    float (*sums_of_paths)[TILE];
+    int shared_segments, own_steps;
+
+    __device__ __forceinline__ DownWork(const Down& call, const Banks& banks, int shared_segments, float (*sums_of_paths)[TILE])
+        : call(call), banks(banks), sums_of_paths(sums_of_paths), shared_segments(shared_segments)
+    {
+        own_steps = static_cast<int>(call.width) / Format::STEP;
+    }
+
+    __device__ __forceinline__ Place place(int unit) const
+    {
+        return {call.groups->each + unit, unit < shared_segments, static_cast<int>(blockIdx.x)};
+    }
+
+    __device__ __forceinline__ int first_step(const Place& place) const
+    {
+        return (place.expert() * static_cast<int>(call.hidden) + place.tile * TILE + (threadIdx.x & 31) / 4) * own_steps;
+    }
+
+    __device__ __forceinline__ int steps_to(int, int half) const
+    {
+        return half * 8 * own_steps;
+    }
+
+    __device__ __forceinline__ bool is_usual() const
+    {
+        return call.width == KNOWN_LENGTH;
+    }
+
+    __device__ __forceinline__ void take_usual()
+    {
+        own_steps = KNOWN_LENGTH / Format::STEP;
+    }
+
+    __device__ __forceinline__ void wait() const
+    {
+        if (call.are_groups_ready)
+            wait_for_predecessor();
+    }
+
+    __device__ __forceinline__ const Bytes16* activations(int route) const
+    {
+        const unsigned* row = call.act + ((route >> 4) * call.paths + (route & 15)) * call.width;
+        return reinterpret_cast<const Bytes16*>(row) + (threadIdx.x & 3);
+    }
+
+    __device__ __forceinline__ void finish(const Place& place, const float (&sums)[TILES][4]) const
+    {
+        const int line = (threadIdx.x & 31) >> 2, quad = threadIdx.x & 3, paths = static_cast<int>(call.paths);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int route = __shfl_sync(~0u, static_cast<int>(place.route), 4 * (2 * quad + i));
+            if (2 * quad + i < place.count()) {
+                float* own = sums_of_paths[(route >> 4) * paths + (route & 15)];
+                own[line] = sums[0][i];
+                own[line + 8] = sums[0][i + 2];
+            }
+        }
+    }
+};
