@@ -46,7 +46,7 @@ def _grouped(product: str) -> dict[tuple[str, int], Kernel]:
 _GROUPED_GATE_UP = _grouped("grouped_gate_up")
 _GROUPED_DOWN = _grouped("grouped_down")
 
-# Constants of cuda/moe.cuh and cuda/moe.cu: tokens of a batch and of a segment, rows of a tile, parts of a router row, warps of each kernel.
+# Constants of cuda/moe.cuh, moe_stream.cuh and moe.cu: tokens of a batch and of a segment, rows of a tile, parts of a router row, warps of kernels.
 _BATCH = 64
 _COLUMNS = 8
 _TILE = 16

@@ -11,6 +11,7 @@ import pytest
 from gpukit.compile.cuda_c import source_path
 from gpukit.errors import ArgumentError, ArgumentTypeError, Signal
 from gpukit.kernels import moe as ops
+from gpukit.kernels._moe import Geometry
 from gpukit.kernels.moe import Fp8, MoeWeights, RowSplit, down_add, gate_up, prefill_reduce, route, route_workspace, sparse_moe, workspace_bytes
 from gpukit.kernels.reference import moe as reference
 from gpukit.launch import overlapping
@@ -158,6 +159,9 @@ def test_the_constants_of_the_plan_are_those_of_the_kernels() -> None:
     for name in ("BATCH", "COLUMNS", "TILE", "SCORE_PARTS", "FEW", *warps, *blocks, *threads):
         assert constants[name] == getattr(ops, f"_{name}"), name
     assert ops._FEW_STEPS == constants["SCORE_PARTS"] * constants["SCORE_WARPS"] * constants["SLICE_STEPS"]
+    # Of the largest batch, and of the segments of first units, which are looked up before it is known how many there are.
+    most = Geometry(constants["MOST_EXPERTS"], H, W, 9, "bf16", "bf16", 0, *[(0, 0, 0)] * 4, False, False, 0, 0)
+    assert max(ops._most_segments(tokens, most) for tokens in range(1, ops._BATCH + 1)) <= constants["MOST_EXPERTS"] + 2 * constants["BATCH"]
     assert ops._GROUPS_BYTES == 128 + 32 * (constants["MOST_EXPERTS"] + 2 * constants["BATCH"])
     assert ops._GATHER_THREADS == constants["BATCH"] * constants["TOP"] and ops._GEMM_THREADS == 32 * constants["GEMM_WARPS"]
     assert ops._BLOCK_ROWS == 16 * constants["ROW_TILES"] * constants["GEMM_WARPS"]

@@ -696,7 +696,7 @@ __device__ __forceinline__ void run_gate_up(const GateUp& call, const Banks& ban
     release_successor();
     const int tiles = static_cast<int>(call.tiles.value), all = gridDim.x;
     int unit = blockIdx.x, apart = all;
-    // Looked up beside the numbers of segments, not behind them: there are more segments in memory than first units.
+    // Looked up beside the numbers of segments, not behind them: whatever the segment of a first unit, it is in memory.
     const int segment = call.tiles.quotient(unit);
     Place place(call.groups->each + segment, false, unit - segment * tiles);
     const Bytes8 numbers = __ldcg(reinterpret_cast<const Bytes8*>(call.groups));
@@ -707,7 +707,7 @@ __device__ __forceinline__ void run_gate_up(const GateUp& call, const Banks& ban
         const int shared_units = shared_segments * tiles;
         stream<Wide, STAGES>(work, place, unit, all, shared_units);
         __syncthreads();
-        // Units of eight bits take as long as two others: of a single token nobody has both.
+        // Units of eight bits take as long as two others: where there are few, as of a single token, nobody has both.
         if (units - shared_units <= 2 * (all - shared_units))
             apart = all - shared_units;
         if (unit < shared_units) {

@@ -289,7 +289,8 @@ struct Down {
     Bytes2* dest;
     int64 dest_row;
     int64 tokens;
-    int64 are_groups_ready;  // whether the launch in front of the one in front made them
+    // Whether the launch in front of the one in front made the groups, with all that is to be put together, behind whoever wrote `dest`.
+    int64 are_groups_ready;
 };
 
 // The sums of a block of the down projections, and what they are put together with.

@@ -1,5 +1,5 @@
-// Copies from global to shared memory that arrive on their own, and the barriers in shared memory that say when: what is shared by warps that ask and
-// warps that take. Needs sm_90. Places in shared memory are 32-bit addresses, so that a load says what it is.
+// Copies from global to shared memory that arrive on their own, and the barriers in shared memory that say when. Barriers and copies in bulk need
+// sm_90, and name places in shared memory by 32-bit addresses.
 
 #pragma once
 
@@ -37,11 +37,6 @@ __device__ __forceinline__ void fence_for_copies()
 __device__ __forceinline__ void fence_for_cluster()
 {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-
-__device__ __forceinline__ void arrive(unsigned barrier)
-{
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 __device__ __forceinline__ void arrive_and_expect(unsigned barrier, unsigned bytes)
