@@ -60,7 +60,7 @@ def decode(
     debug_mirror: Annotated[bool, typer.Option("--debug-mirror", help="Compare the host's mirror with the device every round.")] = False,
     json: Annotated[str | None, typer.Option(help="Write the report as JSON to this file; - is standard output.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw pages in use, free and retired over time into this file.")] = None,
-    model: Annotated[str, typer.Option(help="tiny, qwen3.6-35b-a3b, qwen3.8-27b or none: recurrent layers to decode after the replay.")] = "tiny",
+    model: Annotated[str, typer.Option(help="tiny, qwen3.6-35b-a3b, qwen3.8-27b or none: recurrent layers and experts to decode with.")] = "tiny",
     sequences: Annotated[int, typer.Option(help="Sequences that the model decodes at once.")] = 4,
     tokens: Annotated[int, typer.Option(help="Tokens that each of them gets at least.")] = 24,
     drafts: Annotated[int, typer.Option(help="Tokens guessed per speculative round.")] = 3,
@@ -68,9 +68,10 @@ def decode(
     verify: Annotated[str, typer.Option(help="exact: bits of plain decoding; fast: agrees within rounding.")] = "exact",
     commit: Annotated[str, typer.Option(help="fold accepted tokens after a round, or fold_record: during the next.")] = "fold",
     residency: Annotated[str, typer.Option(help="L2 plan of the model's rounds on a GPU: off, auto (measured), or a file of gpukit tune.")] = "off",
+    experts: Annotated[str, typer.Option(help="Format of the model's experts: bf16, fp8, q4_q5, q6, w8; or none.")] = "bf16",
 ) -> None:
-    """Replay a request trace through decode rounds with FULL and SWA pages, checking every step; then decode with a model's recurrent layers,
-    plainly and speculatively, and compare."""
+    """Replay a request trace through decode rounds with FULL and SWA pages, checking every step; then decode with a model's recurrent layers
+    and experts, plainly and speculatively, and compare."""
     from gpukit.decode import DecodeOptions, ModelOptions, ModelRun, Replay
 
     with refusals():
@@ -109,6 +110,7 @@ def decode(
                     seed=seed,
                     backend=backend,
                     residency=residency,
+                    experts=experts,
                 )
             )
         replay = Replay(options)

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gpukit.decode.geometry import EXPERT_FORMATS, matrix_bytes
 from gpukit.kernels import moe
-from gpukit.kernels.row_split import FORMATS, quantize
+from gpukit.kernels.row_split import quantize
 from gpukit.launch import overlapping
 from perf.conftest import GPU, on_device, there
 
@@ -25,14 +26,6 @@ pytestmark = on_device
 
 EXPERTS, HIDDEN, WIDTH = (256, 2048, 512) if GPU else (16, 128, 128)
 PREFILL = (1024, 4096)
-# Formats of the gate and up bank, the down bank and the shared expert.
-MIXES = {
-    "bf16": ("bf16", "bf16", "bf16"),
-    "fp8": ("fp8", "fp8", "fp8"),
-    "q4_q5": ("q4", "q5", "w8"),
-    "q6": ("q6", "q6", "w8"),
-    "w8": ("w8", "w8", "w8"),
-}
 # Mixes and numbers of tokens: formats of few bits are for few tokens.
 CASES = [(mix, tokens) for mix in ("bf16", "fp8") for tokens in (1, 4, 16, 64)]
 CASES += [(mix, tokens) for mix in ("q4_q5", "q6", "w8") for tokens in (1, 4)]
@@ -61,7 +54,7 @@ def matrix(rows: int, columns: int, kind: str) -> Any:
 @functools.cache
 def weights_of(mix: str) -> moe.MoeWeights:
     """A layer's weights, made once for all cases: 5 GB in all formats."""
-    gate_up, down, shared = MIXES[mix]
+    gate_up, down, shared = EXPERT_FORMATS[mix]
     if GPU:
         import torch
 
@@ -103,21 +96,11 @@ def draw(tokens: int, weights: moe.MoeWeights, distinct: int | None = None) -> t
     return x, found
 
 
-def bytes_of(rows: int, columns: int, kind: str) -> int:
-    """Bytes of a matrix."""
-    if kind == "bf16":
-        return 2 * rows * columns
-    if kind == "fp8":
-        return rows * (columns + columns // 32)
-    group = FORMATS[kind]
-    return rows * columns // group.group * (group.base_bytes + group.high_bytes + 2)
-
-
 def floor_bytes(mix: str, tokens: int, distinct: int) -> int:
     """Router, distinct experts and shared expert once, tokens read, and their sums read and written."""
-    gate_up, down, shared = MIXES[mix]
-    routed = distinct * (bytes_of(2 * WIDTH, HIDDEN, gate_up) + bytes_of(HIDDEN, WIDTH, down))
-    return routed + 2 * (EXPERTS + 1) * HIDDEN + bytes_of(2 * WIDTH, HIDDEN, shared) + bytes_of(HIDDEN, WIDTH, shared) + 6 * tokens * HIDDEN
+    gate_up, down, shared = EXPERT_FORMATS[mix]
+    routed = distinct * (matrix_bytes(2 * WIDTH, HIDDEN, gate_up) + matrix_bytes(HIDDEN, WIDTH, down))
+    return routed + 2 * (EXPERTS + 1) * HIDDEN + matrix_bytes(2 * WIDTH, HIDDEN, shared) + matrix_bytes(HIDDEN, WIDTH, shared) + 6 * tokens * HIDDEN
 
 
 def copied(matrix: Any) -> Any:

@@ -1,6 +1,6 @@
 """The composed decode round. `run` replays a request trace and checks every step, without a model, over one of two memories: *unified*, one buffer
 whose rounds are a launch each (`gpukit.memory`), or *split*, two pools whose rounds are single paging ops. `run_model` decodes with the recurrent
-layers of a model, plainly and speculatively, and checks that both agree.
+layers of a model and the experts behind them, plainly and speculatively, and checks that both agree.
 
 >>> from gpukit import decode
 >>> report = decode.run(decode.DecodeOptions(requests=10, batch=4, pages=512, swa_pages=64, backend="numpy"))

@@ -15,7 +15,7 @@ import numpy as np
 
 from gpukit.errors import DeviceError
 
-__all__ = ["Backend", "CupyBackend", "Meter", "NumpyBackend", "OpTimes", "choose_backend"]
+__all__ = ["Backend", "CupyBackend", "Meter", "NumpyBackend", "OpTimes", "array_module", "choose_backend"]
 
 Result = TypeVar("Result")
 
@@ -105,6 +105,10 @@ class CupyBackend:
 
         self.cupy = cupy
         self.like: Any = cupy.empty(0, np.int64)
+
+    def free_bytes(self) -> int:
+        """Memory of the device that nobody has, what CuPy keeps for later included."""
+        return int(self.cupy.cuda.Device().mem_info[0] + self.cupy.get_default_memory_pool().free_bytes())
 
     def to_device(self, host: np.ndarray) -> Any:
         # CuPy stages host arrays in its own pinned pool, so this enqueues a copy and returns.
@@ -223,3 +227,8 @@ class Meter:
         for times, begin, end in self._marks:
             times.device_us.append(self.backend.microseconds(begin, end))
         self._marks.clear()
+
+
+def array_module(backend: Backend) -> Any:
+    """NumPy, or what takes its place on a GPU."""
+    return backend.cupy if isinstance(backend, CupyBackend) else np

@@ -1,18 +1,46 @@
 """The shapes of the recurrent models that a decode run can play, and the bytes that a round of one must move.
 
-A model here is its recurrent layers, an embedding and a head: the attention and expert layers between them are not part of it.
+A model here is its recurrent layers, each with a mixture of experts behind it where the model has them, an embedding and a head: its attention layers
+are not part of it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["GEOMETRIES", "TAPS", "Geometry"]
+from gpukit.kernels._moe import TOP
+from gpukit.kernels.row_split import FORMATS
+
+__all__ = ["EXPERT_FORMATS", "GEOMETRIES", "TAPS", "Geometry", "matrix_bytes"]
 
 # Taps of the convolution; a history is one column less.
 TAPS = 4
+# Formats of the gate and up bank, of the down bank and of the shared expert.
+EXPERT_FORMATS = {
+    "bf16": ("bf16", "bf16", "bf16"),
+    "fp8": ("fp8", "fp8", "fp8"),
+    "q4_q5": ("q4", "q5", "w8"),
+    "q6": ("q6", "q6", "w8"),
+    "w8": ("w8", "w8", "w8"),
+}
 
 _BFLOAT16, _FLOAT32 = 2, 4
+
+
+def matrix_bytes(rows: int, columns: int, kind: str) -> int:
+    """Bytes of a matrix in one of the formats of experts, scales included.
+
+    Examples
+    --------
+    >>> matrix_bytes(2, 128, "bf16"), matrix_bytes(2, 128, "fp8"), matrix_bytes(2, 128, "q4")
+    (512, 264, 136)
+    """
+    if kind == "bf16":
+        return _BFLOAT16 * rows * columns
+    if kind == "fp8":
+        return rows * (columns + _FLOAT32 * columns // 128)
+    group = FORMATS[kind]
+    return rows * columns // group.group * (group.base_bytes + group.high_bytes + 2)
 
 
 @dataclass(frozen=True)
@@ -33,6 +61,12 @@ class Geometry:
         Width of a key and of a value: 64 or 128.
     vocabulary : int
         Rows of embedding and head.
+    experts : int
+        Experts behind every layer, eight of which and a shared one a token has; 0 without.
+    expert_width : int
+        Width of an expert, a multiple of 128 like `hidden`, where there are any.
+    expert_format : str
+        Format of their weights, one of `EXPERT_FORMATS`.
 
     Examples
     --------
@@ -48,6 +82,9 @@ class Geometry:
     value_heads: int
     dim: int
     vocabulary: int
+    experts: int = 0
+    expert_width: int = 0
+    expert_format: str = "bf16"
 
     @property
     def channels(self) -> int:
@@ -66,8 +103,35 @@ class Geometry:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights that a round reads: both projections of every layer, and the head."""
+        """Bytes of the weights that every round reads: both projections of every layer, and the head."""
         return _BFLOAT16 * self.hidden * (self.layers * (self.projection + self.values) + self.vocabulary)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of all experts of all layers and of their routers.
+
+        Examples
+        --------
+        >>> GEOMETRIES["qwen3.6-35b-a3b"].expert_bytes // 10**6
+        48538
+        """
+        return self._expert_bytes(self.experts)
+
+    def read_expert_bytes(self, tokens: int) -> int:
+        """Bytes of the experts that so many tokens have, if they choose independently of each other: of E experts, E (1 - (1 - 8 / E)^tokens)."""
+        return self._expert_bytes(self.experts * (1 - (1 - TOP / self.experts) ** tokens)) if self.experts else 0
+
+    def _expert_bytes(self, routed: float) -> int:
+        """Bytes of routers, shared experts, and so many others in every layer."""
+        if not self.experts:
+            return 0
+        gate_up, down, shared = EXPERT_FORMATS[self.expert_format]
+
+        def expert(first: str, second: str) -> int:
+            return matrix_bytes(2 * self.expert_width, self.hidden, first) + matrix_bytes(self.hidden, self.expert_width, second)
+
+        router = matrix_bytes(self.experts + 1, self.hidden, "bf16")
+        return self.layers * (router + expert(shared, shared) + round(routed * expert(gate_up, down)))
 
     @property
     def state_bytes(self) -> int:
@@ -81,23 +145,25 @@ class Geometry:
         return self.layers * (_BFLOAT16 * columns + 2 * _FLOAT32 * self.value_heads)
 
     def round_bytes(self, batch: int, tokens: int, state_passes: int) -> int:
-        """Bytes that a round moves at least: weights once, states `state_passes` times, log and logits written and read.
+        """Bytes that a round moves at least: weights once, of experts those that the tokens have, states `state_passes` times, log and logits written
+        and read.
 
         Examples
         --------
         >>> GEOMETRIES["qwen3.6-35b-a3b"].round_bytes(1, 4, 3) // 10**6
-        2848
+        8831
         """
         logged = 2 * self.log_bytes * tokens if tokens > 1 else 0
         logits = 2 * _FLOAT32 * self.vocabulary * tokens
-        return self.weight_bytes + batch * (state_passes * self.state_bytes + logged + logits)
+        weights = self.weight_bytes + self.read_expert_bytes(batch * tokens)
+        return weights + batch * (state_passes * self.state_bytes + logged + logits)
 
 
 GEOMETRIES = {
     model.name: model
     for model in (
-        Geometry("tiny", layers=2, hidden=128, key_heads=1, value_heads=2, dim=64, vocabulary=512),
-        Geometry("qwen3.6-35b-a3b", layers=30, hidden=2048, key_heads=16, value_heads=32, dim=128, vocabulary=151_936),
+        Geometry("tiny", layers=2, hidden=128, key_heads=1, value_heads=2, dim=64, vocabulary=512, experts=16, expert_width=128),
+        Geometry("qwen3.6-35b-a3b", layers=30, hidden=2048, key_heads=16, value_heads=32, dim=128, vocabulary=151_936, experts=256, expert_width=512),
         Geometry("qwen3.8-27b", layers=48, hidden=5120, key_heads=16, value_heads=48, dim=128, vocabulary=151_936),
     )
 }

@@ -12,16 +12,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpukit.decode.backend import Backend, CupyBackend, Meter, NumpyBackend, choose_backend
+from gpukit.decode.backend import Backend, CupyBackend, Meter, NumpyBackend, array_module, choose_backend
 from gpukit.decode.checks import Violation
-from gpukit.decode.geometry import GEOMETRIES, Geometry
+from gpukit.decode.geometry import EXPERT_FORMATS, GEOMETRIES, Geometry
 from gpukit.decode.options import BACKENDS
-from gpukit.decode.recurrent import SUBJECTS, Decoder, Weights, array_module, own_stream
+from gpukit.decode.recurrent import SUBJECTS, Decoder, own_stream
+from gpukit.decode.weights import Weights
 from gpukit.errors import ArgumentError, ArgumentTypeError
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "COMMITS",
+    "EXPERTS",
     "MODELS",
     "NEAR_TIE",
     "VERIFICATIONS",
@@ -46,11 +48,13 @@ __all__ = [
 MODELS = tuple(GEOMETRIES)
 VERIFICATIONS = ("exact", "fast")
 COMMITS = ("fold", "fold_record")
+EXPERTS = (*EXPERT_FORMATS, "none")
 MOST_DRAFTS = 15
 
 # Two tokens are nearly tied if the plain run's logits of them differ by less than this share of the standard deviation of all its logits there. In 30
-# layers of width 256, one bit changed in one of 250 outputs of the delta rule moved logits by 0.01 deviations, and by 0.05 at most (NumPy).
-NEAR_TIE = 0.1
+# layers of width 256, one bit changed in one of 250 outputs of the delta rule moved logits by 0.01 deviations, and by 0.05 at most; with 64 experts
+# behind each layer, of which others are chosen then, by 0.017, and by 0.09 at most (NumPy).
+NEAR_TIE = 0.2
 # Above this the NumPy backend would take minutes for a token.
 MOST_BYTES_ON_HOST = 2**28
 
@@ -82,6 +86,8 @@ class ModelOptions:
         "numpy", "gpu", or "auto".
     residency : str
         L2 plan of the speculative rounds on a GPU: "off", "auto" (measured on them), or the JSON file of a plan.
+    experts : {"bf16", "fp8", "q4_q5", "q6", "w8", "none"}
+        Format of the experts behind the layers of models that have them; "none" leaves them out.
     """
 
     model: str = "tiny"
@@ -94,6 +100,7 @@ class ModelOptions:
     seed: int = 0
     backend: str = "auto"
     residency: str = "off"
+    experts: str = "bf16"
 
     def __post_init__(self) -> None:
         for name, least, most in (("sequences", 1, 1024), ("tokens", 1, 4096), ("drafts", 0, MOST_DRAFTS), ("seed", 0, 2**31 - 1)):
@@ -104,7 +111,7 @@ class ModelOptions:
                 raise ArgumentError(f"{name}: expected a number from {least} to {most}, got {value}")
         if not isinstance(self.acceptance, float | int) or not 0 <= self.acceptance <= 1:
             raise ArgumentError(f"acceptance: expected a number from 0 to 1, got {self.acceptance!r}")
-        for name, known in (("model", MODELS), ("verify", VERIFICATIONS), ("commit", COMMITS), ("backend", BACKENDS)):
+        for name, known in (("model", MODELS), ("verify", VERIFICATIONS), ("commit", COMMITS), ("backend", BACKENDS), ("experts", EXPERTS)):
             if getattr(self, name) not in known:
                 raise ArgumentError(f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}")
 
@@ -186,7 +193,7 @@ class ModelReport:
     options : ModelOptions
         What was asked for.
     geometry : Geometry
-        The model: recurrent layers, embedding and head, without the attention and expert layers between them.
+        The model: recurrent layers with the experts behind them, embedding and head, without the attention layers between them.
     backend : str
         "numpy" or "gpu".
     plain_steps, rounds : int
@@ -196,7 +203,7 @@ class ModelReport:
     accepted : float
         Mean number of drafts accepted, per round and sequence.
     kernels_per_step, kernels_per_round : int
-        Launches; on a GPU, kernels of the captured graph.
+        Calls of ops; on a GPU, kernels of the captured graph.
     census : dict of str to int
         Kernels of the graph of a speculative round, by name. Empty on NumPy.
     residency : str
@@ -204,7 +211,7 @@ class ModelReport:
     step_us, round_us : float
         Median time of a plain step and of a speculative round: of the device where there is one, else of the host.
     round_bytes : int
-        Bytes that a round moves at least: weights, states, log and logits.
+        Bytes that a round moves at least: weights, of experts as many as tokens that choose independently have, states, log and logits.
     floor_us : float or None
         What these take at the measured copy bandwidth of the device. None on NumPy.
     plain_tokens_per_second, tokens_per_second : float or None
@@ -254,7 +261,9 @@ class ModelReport:
         from rich.table import Table
 
         options, model = self.options, self.geometry
-        table = Table(show_header=False, title=f"{model.name}: {model.layers} recurrent layers, no attention or expert layers", title_justify="left")
+        experts = f"each with {model.experts} experts in {model.expert_format}" if model.experts else "no experts"
+        title = f"{model.name}: {model.layers} recurrent layers, {experts}, no attention layers"
+        table = Table(show_header=False, title=title, title_justify="left")
         table.add_column()
         table.add_column(justify="right")
         clock = "host" if self.floor_us is None else "device"
@@ -316,7 +325,7 @@ def run_model(options: ModelOptions, *, geometry: Geometry | None = None, backen
     Raises
     ------
     ArgumentError
-        The model is too large for the NumPy backend.
+        The model is too large for the NumPy backend, or for the memory of the device.
     DeviceError
         The GPU backend was asked for and there is none.
 
@@ -329,13 +338,23 @@ def run_model(options: ModelOptions, *, geometry: Geometry | None = None, backen
     return ModelRun(options, geometry, backend).run()
 
 
+def _geometry(options: ModelOptions) -> Geometry:
+    """The model that options name, with experts as they say."""
+    model = GEOMETRIES[options.model]
+    return replace(model, experts=0, expert_width=0) if options.experts == "none" else replace(model, expert_format=options.experts)
+
+
 class ModelRun:
     """One comparison: made and checked first, then run. Parameters and errors are those of `run_model`."""
 
     def __init__(self, options: ModelOptions, geometry: Geometry | None = None, backend: Backend | None = None):
-        geometry = geometry if geometry is not None else GEOMETRIES[options.model]
+        geometry = geometry if geometry is not None else _geometry(options)
         backend = backend if backend is not None else choose_backend(options.backend)[0]
-        if not isinstance(backend, CupyBackend) and geometry.weight_bytes > MOST_BYTES_ON_HOST:
+        held = geometry.weight_bytes + geometry.expert_bytes
+        if isinstance(backend, CupyBackend) and held > (free := backend.free_bytes()):
+            message = f"expected a model whose weights fit into the {free:,} bytes that are free, got {held:,} of {geometry.name}"
+            raise ArgumentError(f"model: {message}; experts take less in q4_q5, and none with none")
+        if not isinstance(backend, CupyBackend) and held > MOST_BYTES_ON_HOST:
             raise ArgumentError(f"model: expected tiny on the NumPy backend, which would take minutes for a token of another, got {geometry.name}")
         if options.residency != "off" and not isinstance(backend, CupyBackend):
             raise ArgumentError(f"residency: expected off on the NumPy backend, which has no L2 to plan, got {options.residency}")
@@ -412,7 +431,7 @@ class ModelRun:
         for number in range(rounds):
             self.meter("speculative round", sides[number % len(sides)])
             emitted[number], produced[number] = decoder.emitted, decoder.accepted
-        self.kernels = decoder.launches
+        self.kernels = decoder.kernels
         if decoder.deferred:
             decoder.commit((rounds - 1) % len(sides))
         return backend.to_host(emitted), backend.to_host(produced)
@@ -431,7 +450,7 @@ class ModelRun:
         meter.settle()
         report.plain_steps, report.rounds = int(self.plan.lengths.max()), len(produced)
         report.tokens, report.accepted = int(produced.sum()), float(produced.mean()) - 1
-        report.kernels_per_step, report.kernels_per_round = plain.launches, self.kernels
+        report.kernels_per_step, report.kernels_per_round = plain.kernels, self.kernels
         # A record reads states and a fold reads and writes them; together they read once.
         report.round_bytes = self.geometry.round_bytes(options.sequences, options.drafts + 1, 2 if speculative.deferred else 3)
         step, played = meter.times["plain step"], meter.times["speculative round"]

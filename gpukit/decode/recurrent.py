@@ -1,4 +1,5 @@
-"""A model of recurrent layers in decode: its weights, the state of a batch of sequences, and a round of plain or speculative decoding.
+"""A model of recurrent layers in decode, with or without experts behind them: the state of a batch of sequences, and a round of plain or speculative
+decoding.
 
 A round calls public ops and enqueues; it reads nothing back and knows no lengths, which live on the device with everything else. So on a GPU a
 round is one captured graph, replayed.
@@ -9,36 +10,29 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gpukit.decode.backend import Backend, CupyBackend
-from gpukit.decode.geometry import TAPS, Geometry
+from gpukit.decode.geometry import Geometry
+from gpukit.decode.weights import Weights
 from gpukit.errors import Signal
-from gpukit.kernels import conv, gated_delta, gates, linear, norm, speculative
+from gpukit.kernels import conv, gated_delta, gates, linear, moe, norm, speculative
 from gpukit.kernels.state_pool import ReplayLog, StatePool
 from gpukit.launch import overlapping
 
 if TYPE_CHECKING:
     from gpukit.graphs import Graph, Plan
 
-__all__ = ["SUBJECTS", "Decoder", "Weights", "array_module", "own_stream", "random_bfloat16"]
+__all__ = ["SUBJECTS", "Decoder", "own_stream"]
 
 # The subjects whose kernels a round launches.
-SUBJECTS = ("conv", "gated_delta", "gates", "linear", "norm", "speculative")
+SUBJECTS = ("conv", "gated_delta", "gates", "linear", "moe", "norm", "speculative")
 
 # Slots of a pool that no sequence has, and what they hold: a round that touches one is seen.
 SPARE_SLOTS = 2
 POISON = 0x7FC0
-
-_CHUNK = 2**24
-
-
-def array_module(backend: Backend) -> Any:
-    """NumPy, or what takes its place on a GPU."""
-    return backend.cupy if isinstance(backend, CupyBackend) else np
 
 
 @contextmanager
@@ -55,85 +49,6 @@ def own_stream(backend: Backend) -> Iterator[int]:
     finally:
         # Memory that a stream has used is kept for it alone.
         backend.cupy.get_default_memory_pool().free_all_blocks()
-
-
-def random_bfloat16(backend: Backend, shape: tuple[int, ...], deviation: float, seed: int) -> Any:
-    """Uniform numbers around zero as the bits of bfloat16, the same on every backend: hashes of their position.
-
-    Made in place, because no random library is part of the GPU stack and a model has billions of weights.
-    """
-    xp, count = array_module(backend), int(np.prod(shape))
-    bits = backend.empty(count, np.uint16)
-    width = np.float32(deviation * 12**0.5)
-    start_of_seed = int(np.random.default_rng(seed).integers(2**32))
-    for start in range(0, count, _CHUNK):
-        stop = min(start + _CHUNK, count)
-        hashed = xp.arange(start, stop, dtype=np.uint32)
-        hashed ^= np.uint32(start_of_seed)
-        # Each multiplication carries bits up, each shift brings them down again.
-        for multiplier, shift in ((0x9E3779B1, 15), (0x85EBCA77, 13), (0xC2B2AE3D, 16)):
-            hashed *= np.uint32(multiplier)
-            hashed ^= hashed >> np.uint32(shift)
-        values = (hashed.astype(np.float32) * np.float32(2**-32) - np.float32(0.5)) * width
-        words = values.view(np.uint32)
-        bits[start:stop] = (words + (((words >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF))) >> np.uint32(16)
-    return bits.reshape(shape)
-
-
-@dataclass(frozen=True)
-class LayerWeights:
-    """Weights of a recurrent layer, bfloat16 but for the gates' parameters."""
-
-    norm: Any
-    projection: Any
-    taps: Any
-    a_log: Any
-    dt_bias: Any
-    output_norm: Any
-    output: Any
-
-
-@dataclass(frozen=True)
-class Weights:
-    """Weights of a model. `random` draws them; they mean nothing, but keep activations of the size that a model's have."""
-
-    embedding: Any
-    layers: tuple[LayerWeights, ...]
-    final_norm: Any
-    head: Any
-
-    @classmethod
-    def random(cls, geometry: Geometry, backend: Backend, seed: int = 0) -> Weights:
-        """Weights of a geometry, the same for a seed on every backend."""
-        numbers = np.random.default_rng([seed, 1])
-        one = np.float32(1).view(np.uint32) >> 16
-
-        def matrix(*shape: int, deviation: float) -> Any:
-            return random_bfloat16(backend, shape, deviation, int(numbers.integers(2**31)))
-
-        def ones(width: int) -> Any:
-            return backend.to_device(np.full(width, one, np.uint16))
-
-        def layer() -> LayerWeights:
-            heads = geometry.value_heads
-            # Decays of a token between 0.9 and 0.999 where the projection adds nothing, as models are initialised.
-            steps = np.exp(numbers.uniform(np.log(1e-3), np.log(0.1), heads))
-            return LayerWeights(
-                norm=ones(geometry.hidden),
-                projection=matrix(geometry.projection, geometry.hidden, deviation=geometry.hidden**-0.5),
-                taps=matrix(geometry.channels, TAPS, deviation=0.5),
-                a_log=backend.to_device(np.zeros(heads, np.float32)),
-                dt_bias=backend.to_device(np.log(np.expm1(steps)).astype(np.float32)),
-                output_norm=ones(geometry.dim),
-                output=matrix(geometry.hidden, geometry.values, deviation=(2 * geometry.layers * geometry.values) ** -0.5),
-            )
-
-        return cls(
-            embedding=matrix(geometry.vocabulary, geometry.hidden, deviation=1.0),
-            layers=tuple(layer() for _ in range(geometry.layers)),
-            final_norm=ones(geometry.hidden),
-            head=matrix(geometry.vocabulary, geometry.hidden, deviation=geometry.hidden**-0.5),
-        )
 
 
 class Decoder:
@@ -203,6 +118,9 @@ class Decoder:
         self.table = backend.zeros((batch, width), np.int64)
         self.ids, self.positions, self.targets, self.emitted = (backend.zeros((batch, self.tokens), np.int64) for _ in range(4))
         self.workspace = speculative.workspace(rows, like=backend.like)
+        experts = weights.layers[0].experts
+        # All tokens by the schedule whose bits do not depend on their number.
+        self._expert_workspace = backend.zeros(moe.workspace_bytes(rows, experts, "decode") if experts else 0, np.uint8)
         self.logits = backend.zeros((rows, geometry.vocabulary), np.float32)
         self._hidden, self._normed = (backend.zeros((rows, geometry.hidden), np.uint16) for _ in range(2))
         # Rows begin at multiples of 16 bytes, or the norm of a single row would take another path than that of several, and round differently.
@@ -262,6 +180,11 @@ class Decoder:
             self.round(side)
         return graph
 
+    @property
+    def kernels(self) -> int:
+        """Kernels of a round: those of its graph; without one as many as ops were called."""
+        return len(self.graphs[0].kernels) if self.graphs else self.launches
+
     def close(self) -> None:
         """Free the graphs, which hold on to nothing that the decoder does not."""
         for graph in self.graphs:
@@ -309,6 +232,9 @@ class Decoder:
         self._mix(layer, side, weights.taps)
         self._call(norm.gated_rms_norm, self._mixed.reshape(self._gated.shape), self._gate, weights.output_norm, out=self._gated)
         self._call(linear.linear, self._gated.reshape(len(self._gated), -1), weights.output, out=self._hidden, residual=self._hidden)
+        if weights.experts is not None:
+            self._call(norm.rms_norm, self._hidden, weights.expert_norm, out=self._normed)
+            self._call(moe.sparse_moe, self._normed, weights.experts, self._hidden, workspace=self._expert_workspace, schedule="decode")
 
     def _convolve(self, layer: int, side: int, taps: Any) -> None:
         history = self.pool.conv[layer]

@@ -11,7 +11,8 @@ import numpy as np
 from gpukit import devices
 from gpukit.decode.backend import CupyBackend
 from gpukit.decode.geometry import GEOMETRIES
-from gpukit.decode.recurrent import SUBJECTS, Decoder, Weights, own_stream
+from gpukit.decode.recurrent import SUBJECTS, Decoder, own_stream
+from gpukit.decode.weights import Weights
 from gpukit.errors import ArgumentError
 from gpukit.graphs.candidates import candidates
 from gpukit.graphs.result import TuneResult
@@ -82,7 +83,7 @@ def _decode(options: RoundOptions) -> Round:
         raise ArgumentError(f"device: expected 0 for this round, got {options.device}")
     warmup(subjects=(*SUBJECTS, "residency", "calibration"))
     backend = CupyBackend()
-    geometry = replace(GEOMETRIES[_MODEL], layers=options.layers)
+    geometry = replace(GEOMETRIES[_MODEL], layers=options.layers, experts=0)
     weights = Weights.random(geometry, backend)
     decoder = Decoder(geometry, weights, backend, 1, drafts=_DRAFTS, width=_DRAFTS + 1, exact=False)
     # The block ends with the process: the graphs of a `Round` need its stream.

@@ -21,16 +21,21 @@ from typer.testing import CliRunner
 
 from gpukit import cli
 from gpukit.decode import ModelOptions, ModelRun, model_run, recurrent, run_model
-from gpukit.decode.backend import NumpyBackend
+from gpukit.decode import weights as weights_module
+from gpukit.decode.backend import CupyBackend, NumpyBackend
 from gpukit.decode.geometry import GEOMETRIES, Geometry
 from gpukit.decode.model_run import plan_rounds
-from gpukit.decode.recurrent import Decoder, Weights
+from gpukit.decode.recurrent import Decoder
+from gpukit.decode.weights import Weights
 from gpukit.errors import ArgumentError, ArgumentTypeError
-from gpukit.kernels import gated_delta
+from gpukit.kernels import gated_delta, moe
+from gpukit.kernels.reference.moe import rows_of
 from tests.helpers.bf16 import bits, numbers, sigmoid
 from tests.helpers.fake_device import FakeDevice
+from tests.helpers.moe import oracle
 
 TINY = GEOMETRIES["tiny"]
+WITHOUT = dataclasses.replace(TINY, name="without experts", experts=0)
 # Several key heads, and widths that are multiples of nothing much.
 ODD = Geometry("odd", layers=3, hidden=96, key_heads=2, value_heads=6, dim=64, vocabulary=101)
 SMALL = ModelOptions(sequences=3, tokens=10, backend="numpy")
@@ -74,6 +79,9 @@ def float64_logits(geometry: Geometry, weights: Weights, ids: list[int]) -> np.n
             out = rms(rounded(np.einsum("hvk,hk->hv", state, q) * dim**-0.5)) * numbers(own.output_norm)
             gates = gate.reshape(heads, dim)
             hidden = rounded(hidden + numbers(own.output) @ rounded(out * gates * sigmoid(gates)).ravel())
+            if own.experts is not None:
+                normed = rms(hidden) * numbers(own.expert_norm)
+                hidden = rounded(oracle(np, bits(normed)[None], own.experts, bits(hidden)[None])[0][0])
         logits.append(numbers(weights.head) @ rounded(rms(hidden) * numbers(weights.final_norm)))
     return np.array(logits)
 
@@ -97,7 +105,7 @@ def check_plain_decoding(geometry: Geometry, backend: Any) -> None:
         assert 0.3 < found.std() < 3
 
 
-@pytest.mark.parametrize("geometry", [TINY, ODD], ids=lambda geometry: geometry.name)
+@pytest.mark.parametrize("geometry", [TINY, WITHOUT, ODD], ids=lambda geometry: geometry.name)
 def test_plain_decoding_is_the_model_by_its_formulas(geometry):
     check_plain_decoding(geometry, NumpyBackend())
 
@@ -127,19 +135,21 @@ def test_a_geometry_of_the_callers_and_no_drafts(commit):
 
 def test_counts_and_times_of_a_report():
     report = run_model(SMALL)
-    # Input ids, embedding, 7 kernels a layer, norm, head, argmax, acceptance; a round folds too.
-    assert (report.kernels_per_step, report.kernels_per_round) == (20, 21)
-    assert run_model(dataclasses.replace(SMALL, commit="fold_record")).kernels_per_round == 20
+    # Input ids, embedding, 7 ops a layer and 2 of its experts, norm, head, argmax, acceptance; a round folds too.
+    assert (report.kernels_per_step, report.kernels_per_round) == (24, 25)
+    assert run_model(dataclasses.replace(SMALL, experts="none")).kernels_per_round == 21
+    assert run_model(dataclasses.replace(SMALL, commit="fold_record")).kernels_per_round == 24
     # Fast verification convolves in the same kernel, and folds histories where it does not fold states.
     for commit in model_run.COMMITS:
         report = run_model(dataclasses.replace(SMALL, commit=commit, verify="fast"))
-        assert (report.kernels_per_step, report.kernels_per_round) == (20, 19)
+        assert (report.kernels_per_step, report.kernels_per_round) == (24, 23)
     assert report.step_us > 0 and report.round_us > 0
     assert (report.floor_us, report.tokens_per_second, report.census) == (None, None, {})
     assert report.tokens == round((report.accepted + 1) * report.rounds * 3)
     text = io.StringIO()
     report.print(Console(file=text, width=160))
-    assert "2 recurrent layers, no attention or expert layers" in text.getvalue() and "no violations in" in text.getvalue()
+    printed = " ".join(text.getvalue().split())
+    assert "2 recurrent layers, each with 16 experts in bf16, no attention" in printed and "no violations in" in printed
     fields = json.loads(json.dumps(report.to_dict()))
     assert fields["ok"] and fields["options"]["drafts"] == 3 and fields["geometry"]["hidden"] == 128
 
@@ -156,6 +166,31 @@ def test_a_report_says_what_was_compared(verify, ending):
     assert f"compared: no violations in {tokens}{ending}\n" in text.getvalue()
 
 
+@pytest.mark.parametrize("experts", [name for name in model_run.EXPERTS if name != "none"])
+def test_experts_in_every_format(experts):
+    options = dataclasses.replace(SMALL, experts=experts, tokens=6)
+    report = run_model(options)
+    assert report.ok and report.geometry.expert_format == experts and report.checked_states == 6
+    of_none = run_model(dataclasses.replace(options, experts="none"))
+    assert of_none.ok and of_none.round_bytes < report.round_bytes
+
+
+@pytest.mark.parametrize("left_out", [0, 3, 9])
+def test_experts_that_are_left_out_once_are_found(monkeypatch, left_out):
+    calls = []
+
+    def sparse_moe(x: Any, weights: Any, dest: Any, **keywords: Any) -> None:
+        # The plain run's are of three tokens.
+        calls.extend(["verified"] * (len(x) == 12))
+        if len(x) != 12 or len(calls) != left_out + 1:
+            moe.sparse_moe(x, weights, dest, **keywords)
+
+    monkeypatch.setattr(recurrent, "moe", SimpleNamespace(sparse_moe=sparse_moe, workspace_bytes=moe.workspace_bytes))
+    report = run_model(dataclasses.replace(SMALL, tokens=30))
+    assert len(calls) > 10 and not report.ok
+    assert {violation.name for violation in report.violations} <= {"token", "acceptance", "state", "history"}
+
+
 def test_runs_are_repeatable_and_follow_the_seed():
     def tokens(seed: int) -> np.ndarray:
         decoder = Decoder(TINY, Weights.random(TINY, NumpyBackend(), seed), NumpyBackend(), 2)
@@ -170,13 +205,13 @@ def test_runs_are_repeatable_and_follow_the_seed():
 
 
 def test_random_numbers_have_their_deviation_and_do_not_depend_on_the_pieces_they_are_made_in(monkeypatch):
-    whole = recurrent.random_bfloat16(NumpyBackend(), (50, 1000), 0.25, seed=3)
-    monkeypatch.setattr(recurrent, "_CHUNK", 777)
-    assert (recurrent.random_bfloat16(NumpyBackend(), (50, 1000), 0.25, seed=3) == whole).all()
+    whole = weights_module.random_bfloat16(NumpyBackend(), (50, 1000), 0.25, seed=3)
+    monkeypatch.setattr(weights_module, "_CHUNK", 777)
+    assert (weights_module.random_bfloat16(NumpyBackend(), (50, 1000), 0.25, seed=3) == whole).all()
     values = numbers(whole)
     assert abs(values.std() - 0.25) < 2e-3 and abs(values.mean()) < 4e-3 and abs(values).max() <= 0.25 * 3**0.5 + 2e-3
     assert abs(np.corrcoef(values.ravel()[:-1], values.ravel()[1:])[0, 1]) < 0.02
-    other = recurrent.random_bfloat16(NumpyBackend(), (50, 1000), 0.25, seed=4)
+    other = weights_module.random_bfloat16(NumpyBackend(), (50, 1000), 0.25, seed=4)
     assert abs(np.corrcoef(values.ravel(), numbers(other).ravel())[0, 1]) < 0.02
 
 
@@ -427,6 +462,42 @@ def test_geometries_have_the_sizes_of_their_models():
     assert (held, logged, read) == (TINY.state_bytes, TINY.log_bytes, TINY.weight_bytes)
 
 
+@pytest.mark.parametrize("experts", [name for name in model_run.EXPERTS if name != "none"])
+def test_geometries_have_the_sizes_of_their_experts(experts):
+    geometry = dataclasses.replace(TINY, expert_format=experts)
+
+    def size(one: Any) -> int:
+        if one is None or isinstance(one, str):
+            return 0
+        return sum(size(getattr(one, field.name)) for field in dataclasses.fields(one)) if dataclasses.is_dataclass(one) else one.nbytes
+
+    layers = Weights.random(geometry, NumpyBackend()).layers
+    assert sum(size(layer.experts) for layer in layers) == geometry.expert_bytes
+    # A token has half of the sixteen, and many have all.
+    of_all_tokens = geometry.read_expert_bytes(0)
+    assert geometry.read_expert_bytes(1) - of_all_tokens == (geometry.expert_bytes - of_all_tokens) // 2
+    assert geometry.read_expert_bytes(64) == geometry.expert_bytes and WITHOUT.expert_bytes == WITHOUT.read_expert_bytes(4) == 0
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8", "q4", "q5", "q6", "w8"])
+def test_random_matrices_have_their_deviation(kind):
+    values = rows_of(weights_module.random_matrix(NumpyBackend(), 200, 512, kind, 0.25, seed=7), 0, 200)
+    assert abs(values.std() - 0.25) < 5e-3 and abs(values.mean()) < 5e-3 and len(np.unique(values)) > 15
+    plain = numbers(weights_module.random_matrix(NumpyBackend(), 200, 512, "bf16", 0.25, seed=7))
+    # Half of the last of four bits, or of a step of the largest there is.
+    largest = 0.25 * 3**0.5
+    bound = {"bf16": 0, "fp8": np.abs(plain) / 16 + 2**-10, "q4": largest / 14, "q5": largest / 30, "q6": largest / 62, "w8": largest / 254}[kind]
+    assert (np.abs(values - plain) <= 1.01 * bound + (kind != "bf16") * 1e-3).all()
+
+
+def test_a_model_that_does_not_fit_into_the_device_is_refused():
+    backend = CupyBackend.__new__(CupyBackend)
+    device, pool = SimpleNamespace(mem_info=(9 * 10**9, 10**11)), SimpleNamespace(free_bytes=lambda: 10**9)
+    backend.cupy = SimpleNamespace(cuda=SimpleNamespace(Device=lambda: device), get_default_memory_pool=lambda: pool)
+    with pytest.raises(ArgumentError, match=r"model: expected a model whose weights fit into the 10,000,000,000 bytes .* got 5\d,.* of qwen3.6"):
+        ModelRun(ModelOptions(model="qwen3.6-35b-a3b"), backend=backend)
+
+
 @pytest.mark.parametrize(
     ("change", "kind", "message"),
     [
@@ -438,6 +509,7 @@ def test_geometries_have_the_sizes_of_their_models():
         ({"verify": "no"}, ArgumentError, "verify: expected one of exact, fast, got 'no'"),
         ({"commit": "x"}, ArgumentError, "commit: expected one of fold, fold_record, got 'x'"),
         ({"backend": "cuda"}, ArgumentError, "backend: expected one of auto, numpy, gpu, got 'cuda'"),
+        ({"experts": "q4"}, ArgumentError, "experts: expected one of bf16, fp8, q4_q5, q6, w8, none, got 'q4'"),
     ],
 )
 def test_bad_options_are_named(change, kind, message):
@@ -459,7 +531,7 @@ def test_the_command_decodes_with_a_model_after_the_replay(tmp_path):
     path = tmp_path / "report.json"
     numbers = {"sequences": 2, "tokens": 6, "drafts": 2, "seed": 4}
     words = [word for name, value in numbers.items() for word in (f"--{name}", str(value))]
-    modes = {"model": "tiny", "acceptance": 0.5, "verify": "fast", "commit": "fold_record", "residency": "off"}
+    modes = {"model": "tiny", "acceptance": 0.5, "verify": "fast", "commit": "fold_record", "residency": "off", "experts": "q4_q5"}
     words += [word for name, value in modes.items() for word in (f"--{name}", str(value))]
     result = runner.invoke(cli.app, [*COMMAND, *words, "--json", str(path)])
     assert result.exit_code == 0, result.output
@@ -518,24 +590,32 @@ def test_a_bad_model_is_refused_before_the_replay(words, message):
 @pytest.mark.gpu
 @pytest.mark.parametrize("geometry", [TINY, ODD], ids=lambda geometry: geometry.name)
 def test_plain_decoding_is_the_model_by_its_formulas_on_a_gpu(geometry):
-    from gpukit.decode.backend import CupyBackend
-
     check_plain_decoding(geometry, CupyBackend())
 
 
 CUT = Geometry("two layers of qwen3.6-35b-a3b", layers=2, hidden=2048, key_heads=16, value_heads=32, dim=128, vocabulary=4096)
+WITH_EXPERTS = dataclasses.replace(CUT, name="two layers and their experts", experts=256, expert_width=512)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("verify", model_run.VERIFICATIONS)
 @pytest.mark.parametrize("commit", model_run.COMMITS)
-@pytest.mark.parametrize(("geometry", "sequences"), [(TINY, 1), (TINY, 5), (CUT, 1), (CUT, 4), (CUT, 16)])
+@pytest.mark.parametrize(("geometry", "sequences"), [(TINY, 1), (TINY, 5), (CUT, 1), (CUT, 4), (CUT, 16), (WITH_EXPERTS, 1), (WITH_EXPERTS, 20)])
 def test_speculative_decoding_is_plain_decoding_on_a_gpu(geometry, sequences, commit, verify):
     options = ModelOptions(sequences=sequences, tokens=24, drafts=3, commit=commit, verify=verify, backend="gpu")
     report = run_model(options, geometry=geometry)
     assert report.ok, report.violations
     assert report.backend == "gpu" and (verify == "fast" or report.checked_states == sequences * geometry.layers)
     assert report.kernels_per_round == sum(report.census.values()) and report.tokens_per_second > 0 and report.floor_us > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("experts", model_run.EXPERTS)
+def test_experts_in_every_format_on_a_gpu(experts):
+    geometry = CUT if experts == "none" else dataclasses.replace(WITH_EXPERTS, expert_format=experts)
+    report = run_model(ModelOptions(sequences=5, tokens=24, backend="gpu"), geometry=geometry)
+    # A norm, a launch of routing and two more.
+    assert report.ok and report.kernels_per_step == 20 + 2 * 4 * (experts != "none")
 
 
 @pytest.mark.gpu
@@ -552,7 +632,6 @@ def test_nothing_or_everything_accepted_on_a_gpu(acceptance):
 @pytest.mark.parametrize("geometry", [ODD, CUT], ids=["odd", "cut"])
 def test_both_commits_end_with_the_same_states_on_a_gpu(geometry, drafts, exact):
     from gpukit import warmup
-    from gpukit.decode.backend import CupyBackend
 
     warmup(subjects=recurrent.SUBJECTS)
     check_commits_end_alike(geometry, CupyBackend(), exact, drafts, captured=True)
@@ -563,7 +642,6 @@ def test_both_commits_end_with_the_same_states_on_a_gpu(geometry, drafts, exact)
 @pytest.mark.parametrize("commit", model_run.COMMITS)
 def test_graphs_and_eager_rounds_are_the_same_on_a_gpu(commit, exact):
     from gpukit import warmup
-    from gpukit.decode.backend import CupyBackend
     from gpukit.decode.recurrent import SUBJECTS, own_stream
 
     backend = CupyBackend()
@@ -589,11 +667,9 @@ def test_graphs_and_eager_rounds_are_the_same_on_a_gpu(commit, exact):
 
 @pytest.mark.gpu
 def test_weights_are_the_same_on_every_backend():
-    from gpukit.decode.backend import CupyBackend
-
     backend = CupyBackend()
-    there = backend.to_host(recurrent.random_bfloat16(backend, (300, 1000), 0.1, seed=9))
-    assert (there == recurrent.random_bfloat16(NumpyBackend(), (300, 1000), 0.1, seed=9)).all()
+    there = backend.to_host(weights_module.random_bfloat16(backend, (300, 1000), 0.1, seed=9))
+    assert (there == weights_module.random_bfloat16(NumpyBackend(), (300, 1000), 0.1, seed=9)).all()
 
 
 @pytest.mark.gpu
