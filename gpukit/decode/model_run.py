@@ -353,7 +353,7 @@ class ModelRun:
         held = geometry.weight_bytes + geometry.expert_bytes
         if isinstance(backend, CupyBackend) and held > (free := backend.free_bytes()):
             message = f"expected a model whose weights fit into the {free:,} bytes that are free, got {held:,} of {geometry.name}"
-            raise ArgumentError(f"model: {message}; experts take less in q4_q5, and none with none")
+            raise ArgumentError(f"model: {message}; choose experts in q4_q5, or none")
         if not isinstance(backend, CupyBackend) and held > MOST_BYTES_ON_HOST:
             raise ArgumentError(f"model: expected tiny on the NumPy backend, which would take minutes for a token of another, got {geometry.name}")
         if options.residency != "off" and not isinstance(backend, CupyBackend):
