@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, cast
 
 from gpukit.arrays import describe
 from gpukit.errors import ArgumentError, ArgumentTypeError
@@ -22,6 +22,8 @@ _STEP = 32
 # Of an element in the largest plane.
 _BITS = {"bf16": 16, "fp8": 8, "q4": 4, "q5": 4, "q6": 4, "w8": 8}
 _FP8 = ("float8_e4m3fn", "uint8")
+# Where weights keep what they were when they were checked last.
+_CHECKED = "_checked"
 
 
 @dataclass(frozen=True)
@@ -142,9 +144,29 @@ def _rows(matrix: Any, name: str) -> int:
 
 
 def geometry_of(weights: Any, device: int | None = None) -> Geometry:
-    """Check all weights, on a device, if it is known."""
+    """Check all weights, on a device, if it is known. What has been checked and looks as it did then is not checked again."""
     if not isinstance(weights, MoeWeights):
         raise ArgumentTypeError(f"weights: expected a MoeWeights, got {type(weights).__name__}")
+    known = vars(weights).get(_CHECKED)
+    if known is not None:
+        arrays, looks, geometry = known
+        if (device is None or device == looks[0][4]) and [describe(array) for array in arrays] == looks:
+            return cast(Geometry, geometry)
+    geometry = _check(weights, device)
+    arrays = _arrays(weights)
+    # Beside the fields, which are all that makes weights equal.
+    object.__setattr__(weights, _CHECKED, (arrays, [describe(array) for array in arrays], geometry))
+    return geometry
+
+
+def _arrays(weights: Any) -> list[Any]:
+    """All arrays of weights, the router first."""
+    parts = [getattr(weights, field.name) for field in fields(weights)]
+    nested = [_arrays(part) if isinstance(part, Fp8 | RowSplit) else [part] for part in parts if part is not None and not isinstance(part, str)]
+    return [array for part in nested for array in part]
+
+
+def _check(weights: MoeWeights, device: int | None) -> Geometry:
     has_shared = weights.shared_gate_up is not None
     if has_shared != (weights.shared_down is not None):
         raise ArgumentError("weights.shared_down: expected a matrix with weights.shared_gate_up, and only then")

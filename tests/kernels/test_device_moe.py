@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import re
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 
 from gpukit.compile.cuda_c import source_path
 from gpukit.errors import ArgumentError, ArgumentTypeError, Signal
+from gpukit.kernels import _moe
 from gpukit.kernels import moe as ops
 from gpukit.kernels._moe import Geometry
 from gpukit.kernels.moe import Fp8, MoeWeights, RowSplit, down_add, gate_up, prefill_reduce, route, route_workspace, sparse_moe, workspace_bytes
@@ -139,6 +142,22 @@ def test_numpy_arrays_run_the_reference() -> None:
     assert (down_add(ids, alpha, scale, act, SMALL, dest) == expected).all() and act.shape == (3, 9, W)
     assert route(x, SMALL.router[:-1], shared=False)[2] is None
     assert sparse_moe(x[:0], SMALL, dest[:0]).shape == (0, H)
+
+
+def test_weights_are_checked_again_where_they_look_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = MoeWeights(*(getattr(SMALL, field.name).copy() for field in dataclasses.fields(SMALL)))
+    found = _moe.geometry_of(weights)
+    with monkeypatch.context() as patch:
+        patch.setattr(_moe, "_check", lambda weights, device: 1 / 0)
+        assert _moe.geometry_of(weights) is found and _moe.geometry_of(weights, -1) is found
+        # Another device, other memory, and another object.
+        for other, device in ((weights, 0), (copy.deepcopy(weights), None), (dataclasses.replace(weights), None)):
+            with pytest.raises(ZeroDivisionError):
+                _moe.geometry_of(other, device)
+    assert _moe.geometry_of(copy.deepcopy(weights)).router != found.router
+    weights.gate_up.shape = (E, 2 * W, H)
+    with pytest.raises(ArgumentError, match=r"weights.gate_up: expected 2 dimensions, got shape \(24, 256, 256\)"):
+        _moe.geometry_of(weights)
 
 
 def device_code() -> str:
