@@ -23,7 +23,7 @@ from gpukit import cli
 from gpukit.decode import ModelOptions, ModelRun, model_run, recurrent, run_model
 from gpukit.decode import weights as weights_module
 from gpukit.decode.backend import CupyBackend, NumpyBackend
-from gpukit.decode.geometry import GEOMETRIES, Geometry
+from gpukit.decode.geometry import EXPERT_FORMATS, GEOMETRIES, Geometry
 from gpukit.decode.model_run import plan_rounds
 from gpukit.decode.recurrent import Decoder
 from gpukit.decode.weights import Weights
@@ -166,7 +166,7 @@ def test_a_report_says_what_was_compared(verify, ending):
     assert f"compared: no violations in {tokens}{ending}\n" in text.getvalue()
 
 
-@pytest.mark.parametrize("experts", [name for name in model_run.EXPERTS if name != "none"])
+@pytest.mark.parametrize("experts", EXPERT_FORMATS)
 def test_experts_in_every_format(experts):
     options = dataclasses.replace(SMALL, experts=experts, tokens=6)
     report = run_model(options)
@@ -436,6 +436,11 @@ def test_fast_verification_forgives_near_ties_and_nothing_else(monkeypatch):
     assert report.ok and report.differences[0].near_tie
 
 
+def test_near_ties_are_wider_where_experts_follow():
+    assert ModelRun(dataclasses.replace(SMALL, experts="none")).near_tie == model_run.NEAR_TIE == 0.1
+    assert ModelRun(SMALL).near_tie == 2 * model_run.NEAR_TIE
+
+
 def test_rounds_neither_wait_nor_read_back():
     device = FakeDevice()
     run = ModelRun(SMALL, backend=device)
@@ -462,7 +467,7 @@ def test_geometries_have_the_sizes_of_their_models():
     assert (held, logged, read) == (TINY.state_bytes, TINY.log_bytes, TINY.weight_bytes)
 
 
-@pytest.mark.parametrize("experts", [name for name in model_run.EXPERTS if name != "none"])
+@pytest.mark.parametrize("experts", EXPERT_FORMATS)
 def test_geometries_have_the_sizes_of_their_experts(experts):
     geometry = dataclasses.replace(TINY, expert_format=experts)
 
