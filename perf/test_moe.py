@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpukit.decode.geometry import EXPERT_FORMATS, matrix_bytes
+from gpukit.decode.geometry import EXPERT_FORMATS, expert_layer_bytes
 from gpukit.kernels import moe
 from gpukit.kernels.row_split import quantize
 from gpukit.launch import overlapping
@@ -98,9 +98,7 @@ def draw(tokens: int, weights: moe.MoeWeights, distinct: int | None = None) -> t
 
 def floor_bytes(mix: str, tokens: int, distinct: int) -> int:
     """Router, distinct experts and shared expert once, tokens read, and their sums read and written."""
-    gate_up, down, shared = EXPERT_FORMATS[mix]
-    routed = distinct * (matrix_bytes(2 * WIDTH, HIDDEN, gate_up) + matrix_bytes(HIDDEN, WIDTH, down))
-    return routed + 2 * (EXPERTS + 1) * HIDDEN + matrix_bytes(2 * WIDTH, HIDDEN, shared) + matrix_bytes(HIDDEN, WIDTH, shared) + 6 * tokens * HIDDEN
+    return expert_layer_bytes(EXPERTS, HIDDEN, WIDTH, mix, distinct) + 6 * tokens * HIDDEN
 
 
 def copied(matrix: Any) -> Any:

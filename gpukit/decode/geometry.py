@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from gpukit.kernels._moe import TOP
 from gpukit.kernels.row_split import FORMATS
 
-__all__ = ["EXPERT_FORMATS", "GEOMETRIES", "TAPS", "Geometry", "matrix_bytes"]
+__all__ = ["EXPERT_FORMATS", "GEOMETRIES", "TAPS", "Geometry", "expert_layer_bytes", "matrix_bytes"]
 
 # Taps of the convolution; a history is one column less.
 TAPS = 4
@@ -41,6 +41,22 @@ def matrix_bytes(rows: int, columns: int, kind: str) -> int:
         return rows * (columns + _FLOAT32 * columns // 128)
     group = FORMATS[kind]
     return rows * columns // group.group * (group.base_bytes + group.high_bytes + 2)
+
+
+def expert_layer_bytes(experts: int, hidden: int, width: int, expert_format: str, routed: float) -> int:
+    """Bytes of a layer's router over so many experts, of its shared expert, and of `routed` others, which may be a mean.
+
+    Examples
+    --------
+    >>> expert_layer_bytes(16, 128, 128, "bf16", 8) - expert_layer_bytes(16, 128, 128, "bf16", 7) == 3 * 128 * 128 * 2
+    True
+    """
+    gate_up, down, shared = EXPERT_FORMATS[expert_format]
+
+    def expert(first: str, second: str) -> int:
+        return matrix_bytes(2 * width, hidden, first) + matrix_bytes(hidden, width, second)
+
+    return matrix_bytes(experts + 1, hidden, "bf16") + expert(shared, shared) + round(routed * expert(gate_up, down))
 
 
 @dataclass(frozen=True)
@@ -125,13 +141,7 @@ class Geometry:
         """Bytes of routers, shared experts, and so many others in every layer."""
         if not self.experts:
             return 0
-        gate_up, down, shared = EXPERT_FORMATS[self.expert_format]
-
-        def expert(first: str, second: str) -> int:
-            return matrix_bytes(2 * self.expert_width, self.hidden, first) + matrix_bytes(self.hidden, self.expert_width, second)
-
-        router = matrix_bytes(self.experts + 1, self.hidden, "bf16")
-        return self.layers * (router + expert(shared, shared) + round(routed * expert(gate_up, down)))
+        return self.layers * expert_layer_bytes(self.experts, self.hidden, self.expert_width, self.expert_format, routed)
 
     @property
     def state_bytes(self) -> int:
