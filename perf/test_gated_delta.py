@@ -16,7 +16,7 @@ import pytest
 from gpukit.kernels import gated_delta
 from gpukit.kernels.state_pool import ReplayLog, StatePool
 from gpukit.launch import overlapping
-from perf.conftest import GPU, on_device, there
+from perf.conftest import GPU, NODES, on_device, there
 
 pytestmark = on_device
 
@@ -188,9 +188,9 @@ def test_fold(device_benchmark: Callable[..., None], m: int, items: int) -> None
 @pytest.mark.parametrize("items", [1, 8])
 @pytest.mark.parametrize("m", [1, 2, 3, 4])
 def test_settled_fold(device_benchmark: Callable[..., None], m: int, items: int) -> None:
-    """Each begins while the one in front ends; several times around, so that the first one, which has none in front, does not count."""
+    """Each begins while the one in front ends; as many as elsewhere, so that the first one, which has none in front, does not count."""
     call, turns, moved = folds(items, m)
-    device_benchmark(in_mode("settled", lambda: call(settled=True)), moved=moved, nodes=3 * turns)
+    device_benchmark(in_mode("settled", lambda: call(settled=True)), moved=moved, nodes=-(-NODES // turns) * turns)
 
 
 @pytest.mark.parametrize("items", [1, 8])
@@ -198,4 +198,4 @@ def test_settled_fold(device_benchmark: Callable[..., None], m: int, items: int)
 def test_settled_fold_of_kept_states(device_benchmark: Callable[..., None], m: int, items: int) -> None:
     """The same, whose states the L2 is asked to keep, though they are gone long before they are read again."""
     call, turns, moved = folds(items, m)
-    device_benchmark(in_mode("settled", lambda: call(settled=True, keep=1.0)), moved=moved, nodes=3 * turns)
+    device_benchmark(in_mode("settled", lambda: call(settled=True, keep=1.0)), moved=moved, nodes=-(-NODES // turns) * turns)
