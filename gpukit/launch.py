@@ -39,8 +39,6 @@ Plan = tuple[Any, ...]
 
 _MOST_PARAMETERS = 40
 _HANDLES_OF_DEFAULT_STREAMS = (0, 1, 2)
-# Shared memory that every kernel may have at its launch.
-_PLAIN_SHARED_BYTES = 48 * 1024
 # Blocks of a cluster that no device has to be asked to allow.
 _PORTABLE_CLUSTER = 8
 # Compute capability from which launches may overlap and blocks form clusters.
@@ -99,7 +97,11 @@ class Kernel:
     early : bool
         Whether its device code begins with ``wait_for_predecessor``, so that it may be launched before the kernel in front has ended.
     shared_bytes : int
-        Shared memory of a block that is sized at the launch (``extern __shared__``); more than 48 KiB is asked for when it is loaded.
+        Shared memory of a block that is sized at the launch (``extern __shared__``), asked for when it is loaded.
+    carveout : int, optional
+        Percent of a multiprocessor's L1 that are to be shared memory; without it the L1 stays as small as a kernel in front has made it.
+    capability : tuple of int, optional
+        Compute capability of the devices that it is for; all by default. `warmup` loads it nowhere else.
     cluster : tuple of int, optional
         Blocks of the clusters that its device code is compiled for, and threads of a block. `has_room` says where it can be launched.
     """
@@ -113,6 +115,8 @@ class Kernel:
         doubles: tuple[int, ...] = (),
         early: bool = False,
         shared_bytes: int = 0,
+        carveout: int | None = None,
+        capability: tuple[int, int] | None = None,
         cluster: tuple[int, int] | None = None,
     ):
         self.subject = subject
@@ -123,6 +127,8 @@ class Kernel:
         self.doubles = doubles
         self.early = early
         self.shared_bytes = shared_bytes
+        self.carveout = carveout
+        self.capability = capability
         self.cluster = cluster
         self.rooms: dict[int, bool] = {}
         self.pack_into: Callable[..., None] | None = None
@@ -151,6 +157,10 @@ class Kernel:
                 count_loaded()
                 self.handles[(variant, device)] = handle
         return handle
+
+    def is_for(self, device: int) -> bool:
+        """Whether a device is one of those that it is for."""
+        return self.capability is None or self.capability == devices.properties(device).compute_capability
 
     def has_room(self, device: int, stream: int) -> bool:
         """Whether a device can run one of its clusters: it has clusters, and as many multiprocessors side by side.
@@ -211,12 +221,16 @@ class Kernel:
         library = _library(self.language, self.subject, self.name if self.language == "numba" else "", variant, devices.architecture(device))
         kernel = devices.call(bindings.cuLibraryGetKernel(library, f"gpukit_{self.name}".encode()), "cuLibraryGetKernel")
         relaxed = bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        if self.shared_bytes > _PLAIN_SHARED_BYTES:
-            attribute = bindings.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            devices.call(bindings.cuKernelSetAttribute(attribute, self.shared_bytes, kernel, device), "cuKernelSetAttribute")
+        attributes = bindings.CUfunction_attribute
+        if self.shared_bytes:
+            shared_bytes = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            devices.call(bindings.cuKernelSetAttribute(shared_bytes, self.shared_bytes, kernel, device), "cuKernelSetAttribute")
+        if self.carveout is not None:
+            carveout = attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+            devices.call(bindings.cuKernelSetAttribute(carveout, self.carveout, kernel, device), "cuKernelSetAttribute")
         if self.cluster and self.cluster[0] > _PORTABLE_CLUSTER and devices.properties(device).compute_capability >= _HOPPER:
             # A device that refuses has no room.
-            bindings.cuKernelSetAttribute(bindings.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1, kernel, device)
+            bindings.cuKernelSetAttribute(attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1, kernel, device)
         with devices.current(device):
             # Loading into the context now keeps lazy loading out of a later capture; another thread may be capturing meanwhile.
             mode = devices.call(bindings.cuThreadExchangeStreamCaptureMode(relaxed), "cuThreadExchangeStreamCaptureMode")
@@ -272,7 +286,7 @@ def warmup(device: int = 0, subjects: Sequence[str] | None = None) -> None:
     if unknown:
         raise ArgumentError(f"subjects: expected some of {', '.join(known)}, got {', '.join(unknown)}")
     for kernel in kernels():
-        if subjects is None or kernel.subject in subjects:
+        if (subjects is None or kernel.subject in subjects) and kernel.is_for(device):
             for variant in kernel.variants:
                 kernel.load(variant, device)
             if kernel.cluster:

@@ -75,7 +75,27 @@ def test_clusters_are_launched_where_a_device_has_room_for_one(
         driver.capturing.clear()
     assert [kernel.has_room(0, 77) for _ in range(2)] == [room, room] and not KERNEL.has_room(0, 77)
     # Asked once a device, and not where there are no clusters.
-    assert driver.asked == [kernel.cluster] * (capability >= (9, 0)) and driver.attributes == [(14, 1)] * (capability >= (9, 0))
+    assert driver.asked == [kernel.cluster] * (capability >= (9, 0))
+    assert driver.attributes == [(9, kernel.carveout), (14, 1)] * (capability >= (9, 0)) and kernel.carveout
+
+
+def test_shared_memory_and_the_share_of_it_are_asked_for_when_a_kernel_is_loaded(driver: FakeDriver) -> None:
+    by_name = {kernel.name: kernel for kernel in launch.kernels()}
+    for name, asked in (("gate_up_fp8", [(9, 28)]), ("down_fp8", []), ("down_slots_fp8", [(8, by_name["down_slots_fp8"].shared_bytes)])):
+        driver.attributes.clear()
+        by_name[name].load((), 0)
+        by_name[name].load((), 0)
+        assert driver.attributes == asked, name
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)])
+def test_kernels_for_other_devices_are_not_loaded(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    monkeypatch.setattr(launch.devices, "properties", functools.cache(lambda device: SimpleNamespace(compute_capability=capability)))
+    launch.warmup(subjects=["moe"])
+    loaded = {kernel.name for kernel in launch.kernels() if kernel.handles}
+    own = {kernel.name for kernel in launch.kernels() if kernel.capability}
+    assert {"gate_up_one_bf16", "down_one_q5", "down_slots_w8"} < own and "gate_up_bf16" in loaded
+    assert (own <= loaded) if capability == (9, 0) else not own & loaded
 
 
 def test_several_launches_are_all_or_none_and_prepared_together(driver: FakeDriver) -> None:

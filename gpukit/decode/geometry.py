@@ -155,8 +155,8 @@ class Geometry:
         return self.layers * (_BFLOAT16 * columns + 2 * _FLOAT32 * self.value_heads)
 
     def round_bytes(self, batch: int, tokens: int, state_passes: int) -> int:
-        """Bytes that a round moves at least: weights once, of experts those that the tokens have, states `state_passes` times, log and logits written
-        and read.
+        """Bytes that a round must move: weights once, states `state_passes` times, log and logits written and read. Of experts as many as tokens have
+        that choose independently; those that choose alike have fewer.
 
         Examples
         --------

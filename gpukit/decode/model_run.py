@@ -212,7 +212,8 @@ class ModelReport:
     step_us, round_us : float
         Median time of a plain step and of a speculative round: of the device where there is one, else of the host.
     round_bytes : int
-        Bytes that a round moves at least: weights, of experts as many as tokens that choose independently have, states, log and logits.
+        Bytes that a round must move: weights, states, log and logits; of experts as many as tokens have that choose independently, where those
+        that choose alike have fewer.
     floor_us : float or None
         What these take at the measured copy bandwidth of the device. None on NumPy.
     plain_tokens_per_second, tokens_per_second : float or None
@@ -268,6 +269,7 @@ class ModelReport:
         table.add_column()
         table.add_column(justify="right")
         clock = "host" if self.floor_us is None else "device"
+        moved = "bytes of a round whose tokens choose independently" if model.experts else "bytes that a round must move"
         rows = [
             ("sequences, drafts, tokens", f"{options.sequences:,}, {options.drafts}, {self.tokens:,}"),
             ("verification, commit", f"{options.verify}, {options.commit}"),
@@ -275,7 +277,7 @@ class ModelReport:
             ("drafts accepted per round", f"{self.accepted:.2f} of {options.drafts}"),
             ("kernels per step, per round", f"{self.kernels_per_step:,}, {self.kernels_per_round:,}"),
             (f"median {clock} µs per step, per round", f"{self.step_us:,.1f}, {self.round_us:,.1f}"),
-            ("bytes that a round must move", f"{self.round_bytes:,}"),
+            (moved, f"{self.round_bytes:,}"),
         ]
         if self.floor_us is not None:
             rows.append(("L2 plan", self.residency))

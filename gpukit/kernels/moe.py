@@ -23,10 +23,23 @@ from gpukit.streams import choose
 __all__ = ["Fp8", "MoeWeights", "RowSplit", "down_add", "gate_up", "prefill_reduce", "route", "route_workspace", "sparse_moe", "workspace_bytes"]
 
 _FORMATS = ("bf16", "fp8", "q4", "q5", "q6", "w8")
-_SCORES = Kernel("moe", "scores", language="cuda", early=True)
-_SELECT = Kernel("moe", "select", language="cuda", early=True)
-_GATE_UP = {name: Kernel("moe", f"gate_up_{name}", language="cuda", early=True) for name in _FORMATS}
+# What reads tokens again and again lives off the L1, which `down_slots` leaves small: where nobody said so, 64 tokens in fp8 took 242 µs, not 199. A
+# quarter of it holds the shared memory of all blocks.
+_CARVEOUT = 28
+_SCORES = Kernel("moe", "scores", language="cuda", early=True, carveout=_CARVEOUT)
+_SELECT = Kernel("moe", "select", language="cuda", early=True, carveout=_CARVEOUT)
+_GATE_UP = {name: Kernel("moe", f"gate_up_{name}", language="cuda", early=True, carveout=_CARVEOUT) for name in _FORMATS}
 _DOWN = {name: Kernel("moe", f"down_{name}", language="cuda", early=True) for name in _FORMATS}
+# Of one token, tuned for the sizes and devices that they have been measured for.
+_HOPPER = (9, 0)
+_GATE_UP_ONE = {name: Kernel("moe", f"gate_up_one_{name}", language="cuda", early=True, carveout=_CARVEOUT, capability=_HOPPER) for name in _FORMATS}
+_DOWN_ONE = {name: Kernel("moe", f"down_one_{name}", language="cuda", early=True, capability=_HOPPER) for name in _FORMATS}
+# sizeof(SlotMemory), of cuda/moe_slots.cuh
+_SLOT_WARPS = 8
+_SLOTS_BYTES = _SLOT_WARPS * 2 * (8704 + 8) + 384 * 32
+_DOWN_SLOTS = {
+    name: Kernel("moe", f"down_slots_{name}", language="cuda", early=True, shared_bytes=_SLOTS_BYTES, capability=_HOPPER) for name in ("fp8", "w8")
+}
 _HAND_ON = Kernel("moe", "hand_on", language="cuda", early=True)
 _SCAN = Kernel("moe_prefill", "scan", language="cuda", early=True)
 _GATHER = Kernel("moe_prefill", "gather", language="cuda", early=True)
@@ -69,15 +82,20 @@ _HANDING_THREADS = 128
 # How activations are handed on: as float32, or as the terms that tensor cores take, by the down bank's format: its order, and four times its octs.
 _AS_FLOATS = 0
 _AS_TERMS = {"bf16": 0 + 4, "fp8": 2 + 8, "q4": 1 + 8, "q5": 1 + 8, "q6": 1 + 8, "w8": 2 + 4}
-# Tiles of 8 gate and up rows in a unit of work.
+# Tiles of 8 gate and up rows in a unit of work, and in one of a single token.
 _GATE_TILES = {"bf16": 1, "fp8": 2, "q4": 1, "q5": 1, "q6": 1, "w8": 1}
+_GATE_TILES_OF_ONE = {"bf16": 1, "fp8": 2, "q4": 2, "q5": 2, "q6": 1, "w8": 2}
 # Blocks of the gate and up projections that fit on a multiprocessor.
 _GATE_BLOCKS = 3
+# Elements of the rows that kernels are tuned for, of gate and up projections and of down projections.
+_USUAL_HIDDEN, _USUAL_WIDTH = 2048, 512
+# Fewest tokens whose down projections are quicker through shared memory: where a warp has a unit or two, its few warps are too few.
+_SLOTS_FROM = 3
 # Most tokens for which the shared expert is fetched while experts are chosen: later it is a small part of all.
 _FETCHED_TO = 16
 
-_SELECT_TOGETHER = Kernel("moe", "select_together", language="cuda", early=True, cluster=(_SELECT_BLOCKS, 32 * _SELECT_WARPS))
-_ROUTE_FEW = Kernel("moe", "route_few", language="cuda", early=True, cluster=(_ROUTE_BLOCKS, 32 * _ROUTE_WARPS))
+_SELECT_TOGETHER = Kernel("moe", "select_together", language="cuda", early=True, carveout=_CARVEOUT, cluster=(_SELECT_BLOCKS, 32 * _SELECT_WARPS))
+_ROUTE_FEW = Kernel("moe", "route_few", language="cuda", early=True, carveout=_CARVEOUT, cluster=(_ROUTE_BLOCKS, 32 * _ROUTE_WARPS))
 
 # Of cuda/moe_prefill.cu: threads of its kernels, rows of a block of a grouped product.
 _SCAN_THREADS = 512
@@ -352,7 +370,7 @@ def down_add(
         launches.append(_grouping(ids_at + 4 * TOP * first, some, geometry, scratch.groups, counters))
         launches.append(_hand_on(some, geometry, scratch, act_at + 4 * geometry.paths * geometry.width * first))
         at = (scratch.act, alpha_at + 4 * TOP * first, shared_at + 4 * first if shared_at else 0)
-        launches.append(_down(residual, first, some, geometry, scratch.groups, *at))
+        launches.append(_down(residual, first, some, geometry, scratch.groups, *at, device))
     return launch_all(launches, device, handle, dest, workspace)
 
 
@@ -690,6 +708,10 @@ def _fetched(tokens: int, geometry: Geometry) -> tuple[int, int, int]:
     return (geometry.shared_gate_up_bytes, geometry.shared_down[0], geometry.shared_down_bytes) if tokens <= _FETCHED_TO else (0, 0, 0)
 
 
+def _is_hopper(device: int) -> bool:
+    return devices.properties(device).compute_capability == _HOPPER
+
+
 def _terms(geometry: Geometry) -> tuple[int, int]:
     """What activations of routed experts and of the shared one are as terms."""
     return _AS_TERMS[geometry.down_format], _AS_TERMS["w8" if geometry.is_down_other else geometry.down_format]
@@ -701,13 +723,16 @@ def _most_segments(tokens: int, geometry: Geometry) -> int:
 
 
 def _gate_up(x: Tensor, first: int, tokens: int, geometry: Geometry, groups_at: int, act_at: int, handing: tuple[int, int], device: int) -> Launch:
-    tiles = geometry.width // (8 * _GATE_TILES[geometry.gate_up_format])
+    kernels, tiles_of_unit = _GATE_UP, _GATE_TILES
+    if tokens == 1 and geometry.hidden == _USUAL_HIDDEN and _is_hopper(device):
+        kernels, tiles_of_unit = _GATE_UP_ONE, _GATE_TILES_OF_ONE
+    tiles = geometry.width // (8 * tiles_of_unit[geometry.gate_up_format])
     blocks = min(_most_segments(tokens, geometry) * tiles, _GATE_BLOCKS * devices.properties(device).multiprocessors)
     arguments = (
         *geometry.gate_up, *geometry.shared_gate_up, int(geometry.is_gate_up_other), x[0] + 2 * first * _row(x), _row(x) // 8,
         geometry.hidden, geometry.width, groups_at, act_at, geometry.paths, *handing, tiles, inverse(tiles), *_fetched(tokens, geometry),
     )  # fmt: skip
-    return _GATE_UP[geometry.gate_up_format], blocks, 32 * _GATE_WARPS, arguments
+    return kernels[geometry.gate_up_format], blocks, 32 * _GATE_WARPS, arguments
 
 
 def _hand_on(tokens: int, geometry: Geometry, scratch: _Scratch, act_at: int) -> Launch:
@@ -725,6 +750,7 @@ def _down(
     act_at: int,
     alpha_at: int,
     shared_at: int,
+    device: int,
     *,
     are_groups_ready: bool = False,
 ) -> Launch:
@@ -733,7 +759,13 @@ def _down(
         *geometry.down, *geometry.shared_down, int(geometry.is_down_other), act_at, geometry.paths, geometry.hidden, geometry.width, groups_at,
         alpha_at, shared_at, dest[0] + 2 * first * row, row, tokens, int(are_groups_ready),
     )  # fmt: skip
-    return _DOWN[geometry.down_format], geometry.hidden // _TILE, 32 * _DOWN_WARPS, arguments
+    kernel, warps = _DOWN[geometry.down_format], _DOWN_WARPS
+    if geometry.width == _USUAL_WIDTH and _is_hopper(device):
+        if tokens == 1:
+            kernel, warps = _DOWN_ONE[geometry.down_format], TOP + 1
+        elif tokens >= _SLOTS_FROM and geometry.down_format in _DOWN_SLOTS:
+            kernel, warps = _DOWN_SLOTS[geometry.down_format], _SLOT_WARPS
+    return kernel, geometry.hidden // _TILE, 32 * warps, arguments
 
 
 def _decode(x: Tensor, dest: Tensor, geometry: Geometry, parts: list[int], counters: int, device: int, stream: int) -> list[Launch]:
@@ -751,7 +783,7 @@ def _decode(x: Tensor, dest: Tensor, geometry: Geometry, parts: list[int], count
         )  # fmt: skip
         launches.append(_gate_up(x, first, some, geometry, scratch.groups, scratch.act, _terms(geometry), device))
         at = (scratch.act, scratch.alpha, shared_at)
-        launches.append(_down(dest, first, some, geometry, scratch.groups, *at, are_groups_ready=True))
+        launches.append(_down(dest, first, some, geometry, scratch.groups, *at, device, are_groups_ready=True))
     return launches
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -163,7 +164,7 @@ def test_weights_are_checked_again_where_they_look_another_way(monkeypatch: pyte
 def device_code() -> str:
     """All device code of mixtures of experts."""
     folder = source_path("moe").parent
-    return "".join((folder / name).read_text() for name in ("moe.cu", "moe_prefill.cu", "moe.cuh", "moe_stream.cuh"))
+    return "".join((folder / name).read_text() for name in ("moe.cu", "moe_prefill.cu", "moe.cuh", "moe_stream.cuh", "moe_slots.cuh"))
 
 
 def constants_of(text: str) -> dict[str, int]:
@@ -173,7 +174,7 @@ def constants_of(text: str) -> dict[str, int]:
 def test_the_constants_of_the_plan_are_those_of_the_kernels() -> None:
     text = device_code()
     constants = constants_of(text)
-    warps = ("SCORE_WARPS", "SELECT_WARPS", "ROUTE_WARPS", "GATE_WARPS", "DOWN_WARPS")
+    warps = ("SCORE_WARPS", "SELECT_WARPS", "ROUTE_WARPS", "GATE_WARPS", "DOWN_WARPS", "SLOT_WARPS")
     blocks, threads = ("SELECT_BLOCKS", "ROUTE_BLOCKS", "GATE_BLOCKS"), ("HANDING_THREADS", "SCAN_THREADS", "REDUCE_THREADS")
     for name in ("BATCH", "COLUMNS", "TILE", "SCORE_PARTS", "FEW", *warps, *blocks, *threads):
         assert constants[name] == getattr(ops, f"_{name}"), name
@@ -182,10 +183,15 @@ def test_the_constants_of_the_plan_are_those_of_the_kernels() -> None:
     most = Geometry(constants["MOST_EXPERTS"], H, W, 9, "bf16", "bf16", 0, *[(0, 0, 0)] * 4, False, False, 0, 0)
     assert max(ops._most_segments(tokens, most) for tokens in range(1, ops._BATCH + 1)) <= constants["MOST_EXPERTS"] + 2 * constants["BATCH"]
     assert ops._GROUPS_BYTES == 128 + 32 * (constants["MOST_EXPERTS"] + 2 * constants["BATCH"])
+    slots, segments = constants["SLOT_WARPS"] * constants["SLOTS"], constants["MOST_EXPERTS"] + 2 * constants["BATCH"]
+    assert ops._SLOTS_BYTES == slots * (constants["SLOT_BYTES"] + 8) + 32 * segments
+    assert (ops._USUAL_WIDTH, ops._USUAL_HIDDEN) == (constants["KNOWN_LENGTH"], constants["GATE_WARPS"] * constants["KNOWN_LENGTH"])
     assert ops._GATHER_THREADS == constants["BATCH"] * constants["TOP"] and ops._GEMM_THREADS == 32 * constants["GEMM_WARPS"]
     assert ops._BLOCK_ROWS == 16 * constants["ROW_TILES"] * constants["GEMM_WARPS"]
     assert ops._SCORE_TOKENS % constants["COLUMNS"] == ops._MANY_SCORE_TOKENS % constants["COLUMNS"] == 0
-    assert ops._GATE_TILES == {name: int(tiles) for name, tiles in re.findall(r"^MOE_KERNELS\((\w+), [\w<>]+, (\d),", text, re.MULTILINE)}
+    tiles = re.findall(r"^MOE_KERNELS\((\w+), [\w<>]+, (\d), \d, (\d),", text, re.MULTILINE)
+    assert {name: int(of_unit) for name, of_unit, _ in tiles} == ops._GATE_TILES
+    assert {name: int(of_one) for name, _, of_one in tiles} == ops._GATE_TILES_OF_ONE
     # Activations are handed on in the order of the format that takes them.
     orders = ("STRAIGHT", "NIBBLES", "BYTES")
     structs = {"bf16": "Bf16", "fp8": "Fp8", **dict.fromkeys(("q4", "q5", "q6"), "Split"), "w8": "Wide"}
@@ -201,9 +207,37 @@ def test_the_constants_of_the_plan_are_those_of_the_kernels() -> None:
 
 def test_what_a_block_of_the_down_projection_shares_is_static() -> None:
     constants = constants_of(device_code())
-    # Sums of all paths, what they are multiplied by, and residuals.
+    # Sums of all paths, what they are multiplied by, and residuals: beside the slots, within what a block may have.
     floats = constants["BATCH"] * ((constants["TOP"] + 1) * (constants["TILE"] + 1) + constants["TILE"])
-    assert 4 * floats <= 48 * 1024
+    assert 4 * floats <= 48 * 1024 and ops._SLOTS_BYTES + 4 * floats <= 227 * 1024
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+def test_kernels_of_the_usual_sizes_are_for_the_devices_that_they_were_measured_on(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+) -> None:
+    properties = SimpleNamespace(compute_capability=capability, multiprocessors=132)
+    monkeypatch.setattr("gpukit.devices.properties", lambda device: properties)
+
+    def chosen(kind: str, hidden: int, width: int, tokens: int) -> list[str]:
+        geometry = Geometry(256, hidden, width, 9, kind, kind, 0, *[(0, 0, 0)] * 4, False, False, 0, 0)
+        x = (0, (tokens, hidden), (hidden, 1), "uint16", 0)
+        up, down = ops._gate_up(x, 0, tokens, geometry, 0, 0, (0, 0), 0), ops._down(x, 0, tokens, geometry, 0, 0, 0, 0, 0)
+        # Blocks of gate and up projections have a unit each, if there are so many; those of down projections a tile of rows.
+        tiles = (ops._GATE_TILES_OF_ONE if "one" in up[0].name else ops._GATE_TILES)[kind]
+        assert up[1] == min(ops._most_segments(tokens, geometry) * width // (8 * tiles), 3 * 132) and up[2] == 128 and down[1] == hidden // 16
+        assert down[2] == 32 * (9 if "one" in down[0].name else ops._SLOT_WARPS if "slots" in down[0].name else ops._DOWN_WARPS)
+        return [launch[0].name for launch in (up, down)]
+
+    is_hopper = capability == (9, 0)
+    for kind in ("bf16", "fp8", "q4", "q5", "q6", "w8"):
+        plain = [f"gate_up_{kind}", f"down_{kind}"]
+        assert chosen(kind, 2048, 512, 1) == ([f"gate_up_one_{kind}", f"down_one_{kind}"] if is_hopper else plain)
+        assert chosen(kind, 2048, 384, 1) == ([f"gate_up_one_{kind}", f"down_{kind}"] if is_hopper else plain)
+        assert chosen(kind, 1024, 512, 1) == ([f"gate_up_{kind}", f"down_one_{kind}"] if is_hopper else plain)
+        assert chosen(kind, 2048, 512, 2) == chosen(kind, 2048, 384, 64) == plain
+        slots = [f"gate_up_{kind}", f"down_slots_{kind}"] if is_hopper and kind in ("fp8", "w8") else plain
+        assert chosen(kind, 2048, 512, 3) == chosen(kind, 128, 512, 64) == slots
 
 
 # On a GPU.
@@ -336,14 +370,16 @@ def test_sums_near_zero_are_as_exact_as_others(card: Any, mix: tuple[str, str, s
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("schedule", ["decode", "prefill"])
-@pytest.mark.parametrize("sizes", [(8, 128, 128), (256, 384, 256), (33, 128, 384), (16, 1024, 128)], ids=str)
-@pytest.mark.parametrize("mix", MIXES[:3], ids=names)
+@pytest.mark.parametrize("sizes", [(8, 128, 128), (256, 384, 256), (33, 128, 384), (16, 1024, 128), (16, 384, 512), (9, 2048, 128)], ids=str)
+@pytest.mark.parametrize("mix", [*MIXES[:3], MIXES[5]], ids=names)
 def test_other_geometries(card: Any, mix: tuple[str, str, str | None], sizes: tuple[int, int, int], schedule: str) -> None:
     weights = random_weights(np, 5, *sizes, mix)
+    there = map_weights(weights, card.array)
     rng = np.random.default_rng(3)
     x, dest = random_bits(rng, 70, sizes[1]), random_bits(rng, 70, sizes[1])
     expected, margins = oracle(np, x, weights, dest)
-    check_block(np, run(card, map_weights(weights, card.array), x, dest, schedule), expected, margins)
+    for tokens in (1, 70):
+        check_block(np, run(card, there, x[:tokens], dest[:tokens], schedule), expected[:tokens], margins[:tokens])
 
 
 @pytest.mark.gpu
@@ -403,6 +439,41 @@ def test_a_token_has_the_same_bits_in_any_batch_of_a_large_model(card: Any, mix:
     for first, tokens in ((0, 1), (5, 1), (9, 2), (3, 3), (20, 4), (38, 9), (0, 16), (1, 63)):
         some = slice(first, first + tokens)
         assert np.array_equal(run(card, weights, x[some], dest[some], "decode"), together[some]), (tokens, first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mix", [*MIXES[:3], MIXES[5], MIXES[8]], ids=names)
+def test_the_parts_of_a_large_model_are_its_whole_eager_and_overlapping(card: Any, mix: tuple[str, str, str | None]) -> None:
+    """Kernels for one token and for several, of layers that each take what the one before has left, and start before it has ended."""
+    import cupy
+
+    from gpukit.graphs import capture
+
+    layers = [random_weights(cupy, seed, *LARGE, mix) for seed in (10, 11)]
+    rng = np.random.default_rng(12)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    for tokens in (1, 3, 64):
+        start, other = random_bits(rng, tokens, LARGE[1]), random_bits(rng, tokens, LARGE[1])
+        workspace = card.array(np.full(workspace_bytes(tokens, layers[0], "decode"), 0xFF, np.uint8))
+        one, two = card.array(start), card.array(other)
+        for _ in range(2):
+            for weights in layers:
+                for x, dest in ((one, two), (two, one)):
+                    ids, alpha, scale = route(x, weights.router, shared=mix[2] is not None)
+                    down_add(ids, alpha, scale, gate_up(x, ids, weights), weights, dest)
+        wanted = card.host(one), card.host(two)
+        assert np.isfinite(numbers(wanted[0])).all() and (wanted[0] != start).any()
+        for overlaps in (False, True):
+            one, two = card.array(start), card.array(other)
+            cupy.cuda.Device().synchronize()
+            with capture(stream) as graph, overlapping(overlaps):
+                for weights in layers:
+                    for x, dest in ((one, two), (two, one)):
+                        sparse_moe(x, weights, dest, workspace=workspace, schedule="decode", stream=stream)
+            graph.launch()
+            graph.launch()
+            stream.synchronize()
+            assert all(np.array_equal(card.host(found), own) for found, own in zip((one, two), wanted, strict=True)), (tokens, overlaps)
 
 
 @pytest.mark.gpu

@@ -24,7 +24,7 @@ __device__ __forceinline__ void meet_cluster()
 {
     __syncwarp();
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    wait_for_cluster();
 }
 
 // Where another block of the cluster has what this one has at the address.

@@ -4,6 +4,7 @@
 // sums are put together. All sums are taken in an order that follows from the geometry alone, so that a token's result never depends on the batch.
 
 #include "cluster.cuh"
+#include "moe_slots.cuh"
 #include "moe_stream.cuh"
 
 constexpr int SCORE_WARPS = 8;
@@ -205,9 +206,9 @@ __device__ __forceinline__ float sigmoid(float value)
 }
 
 // A segment of an expert that has so many tokens left, none of which has a route in it yet.
-__device__ __forceinline__ void begin_segment(Segment* segment, int expert, int left, bool is_read_again)
+__device__ __forceinline__ void begin_segment(Segment* segment, int expert, int left)
 {
-    *reinterpret_cast<Bytes16*>(segment) = make_uint4(expert, min(left, COLUMNS), is_read_again, 0);
+    *reinterpret_cast<Bytes16*>(segment) = make_uint4(expert, min(left, COLUMNS), 0, 0);
     *reinterpret_cast<Bytes16*>(segment->routes) = Bytes16{};
 }
 
@@ -327,7 +328,7 @@ __device__ __forceinline__ void select_batch(
     if (counts) {
         firsts[own] = begin;
         for (int i = 0; i < segments; i++)
-            begin_segment(groups->each + begin + i, threadIdx.x ? own : 0, size - i * COLUMNS, segments > 1);
+            begin_segment(groups->each + begin + i, threadIdx.x ? own : 0, size - i * COLUMNS);
     }
     if (threadIdx.x == 0) {
         groups->shared_segments = segments;
@@ -506,7 +507,7 @@ __device__ __forceinline__ void group_one(const RouteMemory& memory, bool has_sh
 {
     const int lane = threadIdx.x & 31, paths = memory.is_bad ? 0 : TOP + has_shared, path = lane - has_shared;
     if (lane < paths) {
-        begin_segment(groups->each + lane, path < 0 ? 0 : memory.chosen[0][path], 1, false);
+        begin_segment(groups->each + lane, path < 0 ? 0 : memory.chosen[0][path], 1);
         groups->each[lane].routes[0] = path < 0 ? TOP : path;
     }
     if (lane == 0) {
@@ -546,7 +547,7 @@ __device__ __forceinline__ void group_few(RouteMemory& memory, bool has_shared, 
         begin += other < warp ? memory.totals[other] : 0;
 #pragma unroll 1
     for (int i = 0; i < segments; i++)
-        begin_segment(groups->each + begin + i, threadIdx.x ? own : 0, size - i * COLUMNS, segments > 1);
+        begin_segment(groups->each + begin + i, threadIdx.x ? own : 0, size - i * COLUMNS);
     uint64 tokens_there = 0;
     int place = 0;
 #pragma unroll 1
@@ -683,12 +684,17 @@ extern "C" __global__ void CLUSTER(ROUTE_BLOCKS) __launch_bounds__(ROUTE_WARPS *
 #endif
 }
 
-// HAS_OTHER: whether the shared expert may be in eight bits where the others are not.
-template <typename Format, int TILES, int STAGES, bool HAS_OTHER>
+// HAS_OTHER: whether the shared expert may be in eight bits where the others are not. ONE: for one token, of the usual sizes.
+template <typename Format, int TILES, int STAGES, bool HAS_OTHER, bool ONE>
 __device__ __forceinline__ void run_gate_up(const GateUp& call, const Banks& banks, bool is_shared_other)
 {
+#if __CUDA_ARCH__ != 900
+    if (ONE)
+        return;
+#endif
     static_assert(TILES <= GATE_WARPS / 2, "a thread has a row of a tile and a column");
-    __shared__ typename GateUpWork<Format, TILES>::Partial partial[2];
+    __shared__ typename GateUpWork<Format, TILES, ONE>::Partial partial[2];
+    __shared__ TokenSlice token[ONE ? GATE_WARPS : 1];
     prefetch_all(banks.shared.base, call.shared_bytes);
     prefetch_all(call.ahead, call.ahead_bytes);
     // Released only after the wait: the next launch counts on the groups' being there.
@@ -703,7 +709,7 @@ __device__ __forceinline__ void run_gate_up(const GateUp& call, const Banks& ban
     const int shared_segments = numbers.y, units = numbers.x * tiles;
     place.is_shared = segment < shared_segments;
     if (HAS_OTHER && is_shared_other) {
-        GateUpWork<Wide, TILES> work(call, banks, shared_segments, partial);
+        GateUpWork<Wide, TILES, ONE> work(call, banks, shared_segments, partial, token);
         const int shared_units = shared_segments * tiles;
         stream<Wide, STAGES>(work, place, unit, all, shared_units);
         __syncthreads();
@@ -715,7 +721,7 @@ __device__ __forceinline__ void run_gate_up(const GateUp& call, const Banks& ban
             place = work.place(min(unit, units - 1));
         }
     }
-    GateUpWork<Format, TILES> work(call, banks, shared_segments, partial);
+    GateUpWork<Format, TILES, ONE> work(call, banks, shared_segments, partial, token);
     stream<Format, STAGES>(work, place, unit, apart, units);
 }
 
@@ -750,54 +756,57 @@ extern "C" __global__ void __launch_bounds__(HANDING_THREADS) gpukit_hand_on(
     to[QUADS] = made[1];
 }
 
-template <typename Format, int STAGES, bool HAS_OTHER>
-__device__ __forceinline__ void run_down(const Down& call, const Banks& banks, bool is_shared_other)
-{
-    __shared__ DownMemory memory;
-    if (!call.are_groups_ready)
-        wait_for_predecessor();
-    int unit = threadIdx.x >> 5;
-    Place place(call.groups->each + unit, false, blockIdx.x);
-    const Bytes16 header = __ldcg(reinterpret_cast<const Bytes16*>(call.groups));
-    const int segments = header.x, shared_segments = header.y;
-    const uint64 tokens = header.z | static_cast<uint64>(header.w) << 32;
-    const int paths = static_cast<int>(call.paths), weights = static_cast<int>(call.tokens) * paths, rows = static_cast<int>(call.tokens) * TILE;
-    // All asked for at once: they come with the place.
-    constexpr int THREADS = DOWN_WARPS * 32, EACH = (BATCH * TILE + THREADS - 1) / THREADS;
+// What a block of down projections is given: the groups, and what the sums are put together with, which is asked for with them, all at once, and
+// comes to shared memory.
+template <int THREADS, int TOKENS>
+struct DownStart {
+    static constexpr int EACH = (TOKENS * TILE + THREADS - 1) / THREADS;
+    int segments, shared_segments;
+    uint64 tokens;
     float weight[EACH];
     Bytes2 residual[EACH];
+
+    __device__ __forceinline__ explicit DownStart(const Down& call)
+    {
+        const int paths = static_cast<int>(call.paths), weights = static_cast<int>(call.tokens) * paths, rows = static_cast<int>(call.tokens) * TILE;
+        const Bytes16 header = __ldcg(reinterpret_cast<const Bytes16*>(call.groups));
+        segments = header.x;
+        shared_segments = header.y;
+        tokens = header.z | static_cast<uint64>(header.w) << 32;
 #pragma unroll
-    for (int e = 0; e < EACH; e++) {
-        const int i = threadIdx.x + e * THREADS, token = i / paths, path = i - token * paths;
-        if (i < weights)
-            weight[e] = __ldcg(path < TOP ? call.alpha + token * TOP + path : call.shared_scale + token);
-        if (i < rows)
-            residual[e] = __ldcg(call.dest + i / TILE * call.dest_row + blockIdx.x * TILE + i % TILE);
-    }
-#pragma unroll
-    for (int e = 0; e < EACH; e++) {
-        const int i = threadIdx.x + e * THREADS;
-        if (i < weights)
-            memory.weights[i] = weight[e];
-        if (i < rows)
-            memory.residuals[i] = bf16_to_float(residual[e]);
-    }
-    place.is_shared = unit < shared_segments;
-    if (HAS_OTHER && is_shared_other) {
-        DownWork<Wide> work(call, banks, shared_segments, memory.sums_of_paths);
-        stream<Wide, STAGES>(work, place, unit, DOWN_WARPS, shared_segments);
-        if (unit < shared_segments) {
-            unit = first_unit(unit, DOWN_WARPS, shared_segments);
-            place = work.place(unit);
+        for (int e = 0; e < EACH; e++) {
+            const int i = threadIdx.x + e * THREADS, token = i / paths, path = i - token * paths;
+            if (i < weights)
+                weight[e] = __ldcg(path < TOP ? call.alpha + token * TOP + path : call.shared_scale + token);
+            if (i < rows)
+                residual[e] = __ldcg(call.dest + i / TILE * call.dest_row + blockIdx.x * TILE + i % TILE);
         }
     }
-    DownWork<Format> work(call, banks, shared_segments, memory.sums_of_paths);
-    stream<Format, STAGES>(work, place, unit, DOWN_WARPS, segments);
+
+    __device__ __forceinline__ void store(const Down& call, DownMemory<TOKENS>& memory) const
+    {
+        const int weights = static_cast<int>(call.tokens * call.paths), rows = static_cast<int>(call.tokens) * TILE;
+#pragma unroll
+        for (int e = 0; e < EACH; e++) {
+            const int i = threadIdx.x + e * THREADS;
+            if (i < weights)
+                memory.weights[i] = weight[e];
+            if (i < rows)
+                memory.residuals[i] = bf16_to_float(residual[e]);
+        }
+    }
+};
+
+// The end of a block: what its warps have left in shared memory, put together for each token and row.
+template <int THREADS, int TOKENS>
+__device__ __forceinline__ void put_together(const Down& call, const DownMemory<TOKENS>& memory, uint64 tokens)
+{
+    const int paths = static_cast<int>(call.paths);
     wait_for_predecessor();
     release_successor();
     __syncthreads();
 #pragma unroll 1
-    for (int i = threadIdx.x; i < call.tokens * TILE; i += DOWN_WARPS * 32) {
+    for (int i = threadIdx.x; i < call.tokens * TILE; i += THREADS) {
         const int row = i % TILE, token = i / TILE;
         if (!(tokens >> token & 1))
             continue;
@@ -811,41 +820,186 @@ __device__ __forceinline__ void run_down(const Down& call, const Banks& banks, b
     }
 }
 
-#define GATE_UP_PARAMETERS                                                                                                                    \
+template <typename Format, int STAGES, bool HAS_OTHER>
+__device__ __forceinline__ void run_down(const Down& call, const Banks& banks, bool is_shared_other)
+{
+    constexpr int THREADS = DOWN_WARPS * 32;
+    __shared__ DownMemory<BATCH> memory;
+    if (!call.are_groups_ready)
+        wait_for_predecessor();
+    int unit = threadIdx.x >> 5;
+    Place place(call.groups->each + unit, false, blockIdx.x);
+    const DownStart<THREADS, BATCH> start(call);
+    start.store(call, memory);
+    place.is_shared = unit < start.shared_segments;
+    if (HAS_OTHER && is_shared_other) {
+        DownWork<Wide> work(call, banks, start.shared_segments, memory.sums_of_paths);
+        stream<Wide, STAGES>(work, place, unit, DOWN_WARPS, start.shared_segments);
+        if (unit < start.shared_segments) {
+            unit = first_unit(unit, DOWN_WARPS, start.shared_segments);
+            place = work.place(unit);
+        }
+    }
+    DownWork<Format> work(call, banks, start.shared_segments, memory.sums_of_paths);
+    stream<Format, STAGES>(work, place, unit, DOWN_WARPS, start.segments);
+    put_together<THREADS>(call, memory, start.tokens);
+}
+
+// One token: a warp has an expert, all of whose rows are in registers when the activations are there, which come to shared memory at once.
+template <typename Format>
+__device__ __forceinline__ void multiply_one(
+    const Down& call, const Bank& bank, int expert, int path, Bytes16 (&activations)[KNOWN_LENGTH / 4], float (&sums_of_path)[TILE])
+{
+    constexpr int STEPS = KNOWN_LENGTH / Format::STEP, EACH = KNOWN_LENGTH / 4 / 32;
+    const int lane = threadIdx.x & 31, line = lane >> 2, quad = lane & 3;
+    const CachePolicy policy = policy_evict_first();
+    const int row = expert * static_cast<int>(call.hidden) + blockIdx.x * TILE + line;
+    const Row rows[2] = {Format::row(bank, row * STEPS, quad), Format::row(bank, (row + 8) * STEPS, quad)};
+    RowScales<Format, STEPS> scales[2];
+    typename Format::Raw held[STEPS][2];
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+        scales[half].load(rows[half]);
+#pragma unroll
+    for (int step = 0; step < STEPS; step++)
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            load_step<Format>(held[step][half], rows[half], step, policy);
+    wait_for_predecessor();
+    const Bytes16* from = reinterpret_cast<const Bytes16*>(call.act + path * call.width);
+    Bytes16 own[EACH];
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+        own[i] = from[lane + 32 * i];
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+        activations[lane + 32 * i] = own[i];
+    __syncwarp();
+    float sums[4] = {};
+#pragma unroll
+    for (int step = 0; step < STEPS; step++) {
+        // The other columns have the same token, and are not looked at.
+        FromTerms<Format> taken;
+        taken.load(activations + quad + step * DownWork<Format>::STEP_LENGTH * Format::OCTS, true);
+        scales[0].take(held[step][0], step);
+        scales[1].take(held[step][1], step);
+        multiply_step<Format>(sums, held[step][0], held[step][1], taken);
+    }
+    if (quad == 0) {
+        sums_of_path[line] = sums[0];
+        sums_of_path[line + 8] = sums[2];
+    }
+}
+
+template <typename Format, bool HAS_OTHER>
+__device__ __forceinline__ void run_down_one(const Down& call, const Banks& banks, bool is_shared_other)
+{
+#if __CUDA_ARCH__ == 900
+    constexpr int THREADS = (TOP + 1) * 32;
+    __shared__ DownMemory<1> memory;
+    __shared__ Bytes16 activations[TOP + 1][KNOWN_LENGTH / 4];
+    if (!call.are_groups_ready)
+        wait_for_predecessor();
+    const int warp = threadIdx.x >> 5;
+    const Segment* segment = call.groups->each + warp;
+    const int expert = __ldcg(&segment->expert), path = __ldcg(segment->routes);
+    const DownStart<THREADS, 1> start(call);
+    const bool is_shared = warp < start.shared_segments;
+    start.store(call, memory);
+    if (warp < start.segments) {
+        if (HAS_OTHER && is_shared_other && is_shared)
+            multiply_one<Wide>(call, banks.shared, expert, path, activations[warp], memory.sums_of_paths[path]);
+        else
+            multiply_one<Format>(call, choose(is_shared, banks.shared, banks.routed), expert, path, activations[warp], memory.sums_of_paths[path]);
+    }
+    put_together<THREADS>(call, memory, start.tokens);
+#endif
+}
+
+// Several tokens through shared memory, for rows of KNOWN_LENGTH elements of eight bits.
+template <typename Format>
+__device__ __forceinline__ void run_down_slots(const Down& call, const Banks& banks)
+{
+#if __CUDA_ARCH__ == 900
+    constexpr int THREADS = SLOT_WARPS * 32;
+    __shared__ DownMemory<BATCH> memory;
+    extern __shared__ __align__(128) char dynamic[];
+    SlotMemory& slots = *reinterpret_cast<SlotMemory*>(dynamic);
+    Bytes16* halves = reinterpret_cast<Bytes16*>(slots.segments);
+    if (!call.are_groups_ready)
+        wait_for_predecessor();
+    // The first segments come with what says how many there are.
+    const Bytes16* from = reinterpret_cast<const Bytes16*>(call.groups->each);
+    const Bytes16 half = __ldcg(from + threadIdx.x);
+    const DownStart<THREADS, BATCH> start(call);
+    halves[threadIdx.x] = half;
+#pragma unroll 1
+    for (int i = threadIdx.x + THREADS; i < 2 * start.segments; i += THREADS)
+        halves[i] = __ldcg(from + i);
+    __syncthreads();
+    const DownWork<Format> work(call, banks, start.shared_segments, memory.sums_of_paths);
+    SlotStream<Format> stream(work, slots, start.segments);
+    start.store(call, memory);
+    stream.run(threadIdx.x >> 5);
+    put_together<THREADS>(call, memory, start.tokens);
+#endif
+}
+
+#define GATE_UP_PARAMETERS                                                                                                                     \
     const char *base, const char *high, const char *scales, const char *shared_base, const char *shared_high, const char *shared_scales,       \
         int64 is_shared_other, const Bytes16 *x, int64 x_row, int64 hidden, int64 width, const Groups *groups, unsigned *act, int64 paths,     \
         int64 handing, int64 shared_handing, int64 tiles, int64 inverse_of_tiles, int64 shared_bytes, const char *ahead, int64 ahead_bytes
-#define DOWN_PARAMETERS                                                                                                                       \
+#define DOWN_PARAMETERS                                                                                                                        \
     const char *base, const char *high, const char *scales, const char *shared_base, const char *shared_high, const char *shared_scales,       \
         int64 is_shared_other, const unsigned *act, int64 paths, int64 hidden, int64 width, const Groups *groups, const float *alpha,          \
         const float *shared_scale, Bytes2 *dest, int64 dest_row, int64 tokens, int64 are_groups_ready
 
-#define GATE_UP_KERNEL(name, format, tiles_of_unit, stages, has_other)                                                                        \
+#define GATE_UP_KERNEL(name, format, tiles_of_unit, stages, has_other, one)                                                                    \
     extern "C" __global__ void __launch_bounds__(GATE_WARPS * 32, GATE_BLOCKS) gpukit_gate_up_##name(GATE_UP_PARAMETERS)                       \
-    {                                                                                                                                         \
-        run_gate_up<format, tiles_of_unit, stages, has_other>(                                                                                \
+    {                                                                                                                                          \
+        run_gate_up<format, tiles_of_unit, stages, has_other, one>(                                                                            \
             GateUp { x, x_row, hidden, width, groups, act, paths, static_cast<int>(handing), static_cast<int>(shared_handing),                 \
                      divisor_of(tiles, inverse_of_tiles), shared_bytes, ahead, ahead_bytes },                                                  \
             Banks { { base, high, scales }, { shared_base, shared_high, shared_scales } }, is_shared_other != 0);                              \
     }
 
-#define DOWN_KERNEL(name, format, stages, has_other)                                                                                          \
+#define DOWN_KERNEL(name, format, stages, has_other)                                                                                           \
     extern "C" __global__ void __launch_bounds__(DOWN_WARPS * 32, 1) gpukit_down_##name(DOWN_PARAMETERS)                                       \
-    {                                                                                                                                         \
-        run_down<format, stages, has_other>(                                                                                                  \
-            Down { act, paths, hidden, width, groups, alpha, shared_scale, dest, dest_row, tokens, are_groups_ready },                        \
+    {                                                                                                                                          \
+        run_down<format, stages, has_other>(                                                                                                   \
+            Down { act, paths, hidden, width, groups, alpha, shared_scale, dest, dest_row, tokens, are_groups_ready },                         \
             Banks { { base, high, scales }, { shared_base, shared_high, shared_scales } }, is_shared_other != 0);                              \
     }
 
-#define MOE_KERNELS(name, format, tiles_of_unit, stages, down_stages, has_other)                                                              \
-    GATE_UP_KERNEL(name, format, tiles_of_unit, stages, has_other)                                                                            \
-    DOWN_KERNEL(name, format, down_stages, has_other)
+#define DOWN_ONE_KERNEL(name, format, has_other)                                                                                               \
+    extern "C" __global__ void __launch_bounds__((TOP + 1) * 32, 1) gpukit_down_one_##name(DOWN_PARAMETERS)                                    \
+    {                                                                                                                                          \
+        run_down_one<format, has_other>(                                                                                                       \
+            Down { act, paths, hidden, width, groups, alpha, shared_scale, dest, dest_row, tokens, are_groups_ready },                         \
+            Banks { { base, high, scales }, { shared_base, shared_high, shared_scales } }, is_shared_other != 0);                              \
+    }
+
+#define DOWN_SLOTS_KERNEL(name, format)                                                                                                        \
+    extern "C" __global__ void __launch_bounds__(SLOT_WARPS * 32, 1) gpukit_down_slots_##name(DOWN_PARAMETERS)                                 \
+    {                                                                                                                                          \
+        run_down_slots<format>(Down { act, paths, hidden, width, groups, alpha, shared_scale, dest, dest_row, tokens, are_groups_ready },      \
+                               Banks { { base, high, scales }, { shared_base, shared_high, shared_scales } });                                 \
+    }
+
+#define MOE_KERNELS(name, format, tiles_of_unit, stages, tiles_of_one, stages_of_one, down_stages, has_other)                                  \
+    GATE_UP_KERNEL(name, format, tiles_of_unit, stages, has_other, false)                                                                      \
+    GATE_UP_KERNEL(one_##name, format, tiles_of_one, stages_of_one, has_other, true)                                                           \
+    DOWN_KERNEL(name, format, down_stages, has_other)                                                                                          \
+    DOWN_ONE_KERNEL(name, format, has_other)
 
 // Stages: enough bytes on their way, within the registers that the blocks of a multiprocessor leave each other. Measured on an H200: more warps with
-// fewer registers lose 2 to 15 %, two tiles gain 5 % in fp8 and lose 1 to 5 % in bf16.
-MOE_KERNELS(bf16, Bf16, 1, 8, 8, false)
-MOE_KERNELS(fp8, Fp8, 2, 2, 4, false)
-MOE_KERNELS(q4, Split<4>, 1, 8, 2, true)
-MOE_KERNELS(q5, Split<5>, 1, 8, 4, true)
-MOE_KERNELS(q6, Split<6>, 1, 8, 4, true)
-MOE_KERNELS(w8, Wide, 1, 8, 4, false)
+// fewer registers lose 2 to 15 %, two tiles gain 5 % in fp8 and lose 1 to 5 % in bf16; for one token they gain 4 % in q4 and 1 % in w8.
+MOE_KERNELS(bf16, Bf16, 1, 8, 1, 8, 8, false)
+MOE_KERNELS(fp8, Fp8, 2, 2, 2, 2, 4, false)
+MOE_KERNELS(q4, Split<4>, 1, 8, 2, 4, 2, true)
+MOE_KERNELS(q5, Split<5>, 1, 8, 2, 4, 4, true)
+MOE_KERNELS(q6, Split<6>, 1, 8, 1, 8, 4, true)
+MOE_KERNELS(w8, Wide, 1, 8, 2, 4, 4, false)
+
+DOWN_SLOTS_KERNEL(fp8, Fp8)
+DOWN_SLOTS_KERNEL(w8, Wide)

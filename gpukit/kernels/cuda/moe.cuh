@@ -20,13 +20,14 @@ constexpr int COLUMNS = 8;
 constexpr int TILE = 16;
 // Elements of a row that a warp takes in the geometries that the decode schedule is tuned for: 2,048 by four warps, or 512.
 constexpr int KNOWN_LENGTH = 512;
+// As many segments as there can be, and more: those of units that are looked up before it is known how many there are.
+constexpr int MOST_SEGMENTS = MOST_EXPERTS + 2 * BATCH;
 
 // Up to eight tokens of an expert.
 struct Segment {
     int expert;
     int count;
-    int is_read_again;  // other tokens of the batch have it too
-    int unused;
+    int64 unused;
     Bytes2 routes[COLUMNS];  // 16 times the token and its rank of the expert: 0 … 7, 8 for the shared one
 };
 
@@ -36,7 +37,7 @@ struct Groups {
     int shared_segments;
     uint64 tokens;  // those that have experts, as bits
     int64 unused[14];
-    Segment each[MOST_EXPERTS + 2 * BATCH];
+    Segment each[MOST_SEGMENTS];
 };
 
 // A matrix in one of the formats; of `high` and `scales` what the format has.
@@ -113,6 +114,13 @@ __device__ __forceinline__ void load_wanted(Bytes8& v, const Bytes8* address, Ca
     asm volatile("{\n.reg .pred is_wanted;\nsetp.ne.u32 is_wanted, %4, 0;\n"
                  "@is_wanted ld.global.L1::no_allocate.L2::cache_hint.L2::128B.v2.u32 {%0, %1}, [%2], %3;\n}"
                  : "+r"(v.x), "+r"(v.y) : "l"(address), "l"(policy), "r"(static_cast<int>(is_wanted)) : "memory");
+}
+
+// The same, as others of the block want it too.
+__device__ __forceinline__ void load_wanted(Bytes16& v, const Bytes16* address, bool is_wanted)
+{
+    asm volatile("{\n.reg .pred is_wanted;\nsetp.ne.u32 is_wanted, %5, 0;\n@is_wanted ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+                 : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(address), "r"(static_cast<int>(is_wanted)) : "memory");
 }
 
 __device__ __forceinline__ void prefetch_line(const char* address)
@@ -421,6 +429,15 @@ struct RowScales {
                 words[i] = __ldg(reinterpret_cast<const Bytes16*>(row.scales) + i);
     }
 
+    // The same, from shared memory.
+    __device__ __forceinline__ void take_all(const char* from)
+    {
+        if constexpr (IS_THERE)
+#pragma unroll
+            for (int i = 0; i < STEPS / 8; i++)
+                words[i] = reinterpret_cast<const Bytes16*>(from)[i];
+    }
+
     __device__ __forceinline__ void take(typename Format::Raw& raw, int step) const
     {
         if (IS_THERE)
@@ -533,6 +550,16 @@ struct FromTerms {
 #pragma unroll
             for (int term = 0; term < TERMS; term++)
                 octs[oct][term] = is_there ? from[QUADS * (TERMS * oct + term)] : Bytes16{};
+    }
+
+    // The same at once, in the order of the program; columns without a token keep what they had, which nobody looks at.
+    __device__ __forceinline__ void load_wanted(const Bytes16* from, bool is_wanted)
+    {
+#pragma unroll
+        for (int oct = 0; oct < Format::OCTS; oct++)
+#pragma unroll
+            for (int term = 0; term < TERMS; term++)
+                ::load_wanted(octs[oct][term], from + QUADS * (TERMS * oct + term), is_wanted);
     }
 
     __device__ __forceinline__ void expand(int oct, unsigned (&terms)[TERMS][4]) const

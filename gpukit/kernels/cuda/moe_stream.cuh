@@ -14,6 +14,8 @@ struct Place {
     bool is_shared;
     int tile;
 
+    __device__ __forceinline__ Place() {}
+
     __device__ __forceinline__ Place(const Segment* segment, bool is_shared, int tile) : is_shared(is_shared), tile(tile)
     {
         // From the L2: the L1 may be older than the groups, where they are read before the wait for the launch in front.
@@ -158,12 +160,13 @@ __device__ __forceinline__ void stream(Work& work, Place place, int unit, int ap
         return;
 #if __CUDA_ARCH__ == 900
     // Elsewhere registers do not suffice, or nobody has measured it.
-    if (work.is_usual()) {
+    if (Work::IS_ONE || work.is_usual()) {
         work.take_usual();
         return stream<Format, STAGES, KNOWN_LENGTH / Format::STEP>(work, place, unit, apart, units);
     }
 #endif
-    stream<Format, STAGES, 0>(work, place, unit, apart, units);
+    if constexpr (!Work::IS_ONE)
+        stream<Format, STAGES, 0>(work, place, unit, apart, units);
 }
 
 // The first unit from `first` on that is this block's or warp's: unit u belongs to number u % all.
@@ -188,9 +191,13 @@ struct GateUp {
     int64 ahead_bytes;
 };
 
-// A unit is tiles of 8 gate and 8 up rows for a segment; GATE_WARPS warps have slices of the rows.
-template <typename Format, int SOME_TILES>
+// A warp's elements of the only token, in shared memory: loads of them, step by step, would each be waited for.
+using TokenSlice = Bytes16[KNOWN_LENGTH / 8];
+
+// A unit is tiles of 8 gate and 8 up rows for a segment; GATE_WARPS warps have slices of the rows. ONE: of one token, and the usual sizes.
+template <typename Format, int SOME_TILES, bool ONE>
 struct GateUpWork {
+    static constexpr bool IS_ONE = ONE;
     template <typename Own>
     using Activations = AsTheyAre<Own>;
     // Accesses of 16 bytes in a step, an oct of each lane being one.
@@ -199,10 +206,11 @@ struct GateUpWork {
     const GateUp& call;
     Banks banks;
     Partial* partial;  // two, in turns
+    TokenSlice& token;
     int shared_segments, all_steps, begin, own_steps, parity;
 
-    __device__ __forceinline__ GateUpWork(const GateUp& call, const Banks& banks, int shared_segments, Partial* partial)
-        : call(call), banks(banks), partial(partial), shared_segments(shared_segments)
+    __device__ __forceinline__ GateUpWork(const GateUp& call, const Banks& banks, int shared_segments, Partial* partial, TokenSlice* token)
+        : call(call), banks(banks), partial(partial), token(token[ONE ? threadIdx.x >> 5 : 0]), shared_segments(shared_segments)
     {
         const int warp = threadIdx.x >> 5;
         all_steps = static_cast<int>(call.hidden) / Format::STEP;
@@ -241,10 +249,22 @@ struct GateUpWork {
         begin = static_cast<int>(threadIdx.x >> 5) * own_steps;
     }
 
-    __device__ __forceinline__ void wait() const {}
+    __device__ __forceinline__ void wait() const
+    {
+        if constexpr (ONE) {
+            constexpr int LENGTH = sizeof(TokenSlice) / sizeof(Bytes16);
+            const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+            const Bytes16 first = call.x[warp * LENGTH + lane], second = call.x[warp * LENGTH + lane + 32];
+            token[lane] = first;
+            token[lane + 32] = second;
+            __syncwarp();
+        }
+    }
 
     __device__ __forceinline__ const Bytes16* activations(int route) const
     {
+        if (ONE)
+            return token + (threadIdx.x & 3) * Format::OCTS;
         return call.x + (route >> 4) * call.x_row + (begin * STEP_LENGTH + (threadIdx.x & 3)) * Format::OCTS;
     }
 
@@ -293,16 +313,18 @@ struct Down {
     int64 are_groups_ready;
 };
 
-// The sums of a block of the down projections, and what they are put together with.
+// The sums of a block of the down projections of so many tokens, and what they are put together with.
+template <int TOKENS>
 struct DownMemory {
-    float sums_of_paths[BATCH * (TOP + 1)][TILE];
-    float weights[BATCH * (TOP + 1)];
-    float residuals[BATCH * TILE];
+    float sums_of_paths[TOKENS * (TOP + 1)][TILE];
+    float weights[TOKENS * (TOP + 1)];
+    float residuals[TOKENS * TILE];
 };
 
 // A unit is a segment; the block's tile of rows is the same for all. Each warp has units of its own.
 template <typename Format>
 struct DownWork {
+    static constexpr bool IS_ONE = false;
     template <typename Own>
     using Activations = FromTerms<Own>;
     static constexpr int TILES = 1, STEP_LENGTH = 8;
