@@ -99,7 +99,8 @@ class Kernel:
     shared_bytes : int
         Shared memory of a block that is sized at the launch (``extern __shared__``), asked for when it is loaded.
     carveout : int, optional
-        Percent of a multiprocessor's L1 that are to be shared memory; without it the L1 stays as small as a kernel in front has made it.
+        Percent of the most shared memory of a multiprocessor that it is to have, the rest being L1; without it the L1 stays as small as a kernel
+        in front has made it.
     capability : tuple of int, optional
         Compute capability of the devices that it is for; all by default. `warmup` loads it nowhere else.
     cluster : tuple of int, optional

@@ -1,8 +1,8 @@
 """Sparse mixture of experts: a router picks eight experts for every token, whose weighted answers, with those of a shared expert, are added to it.
 
 Few tokens are bound by reading the weights of the experts that they have between them. The schedule "decode" groups the tokens of a batch by
-expert on the device, so that each expert is read once, streams it to registers in its stored format, and gives a token the same bits whatever is
-beside it. The schedule "prefill" is for many tokens, where every expert has enough of them to keep the tensor cores busy.
+expert on the device, so that each expert is read once, in its stored format, and gives a token the same bits whatever is beside it. The schedule
+"prefill" is for many tokens, where every expert has enough of them to keep the tensor cores busy.
 """
 
 from __future__ import annotations
@@ -708,10 +708,6 @@ def _fetched(tokens: int, geometry: Geometry) -> tuple[int, int, int]:
     return (geometry.shared_gate_up_bytes, geometry.shared_down[0], geometry.shared_down_bytes) if tokens <= _FETCHED_TO else (0, 0, 0)
 
 
-def _is_hopper(device: int) -> bool:
-    return devices.properties(device).compute_capability == _HOPPER
-
-
 def _terms(geometry: Geometry) -> tuple[int, int]:
     """What activations of routed experts and of the shared one are as terms."""
     return _AS_TERMS[geometry.down_format], _AS_TERMS["w8" if geometry.is_down_other else geometry.down_format]
@@ -723,16 +719,17 @@ def _most_segments(tokens: int, geometry: Geometry) -> int:
 
 
 def _gate_up(x: Tensor, first: int, tokens: int, geometry: Geometry, groups_at: int, act_at: int, handing: tuple[int, int], device: int) -> Launch:
-    kernels, tiles_of_unit = _GATE_UP, _GATE_TILES
-    if tokens == 1 and geometry.hidden == _USUAL_HIDDEN and _is_hopper(device):
-        kernels, tiles_of_unit = _GATE_UP_ONE, _GATE_TILES_OF_ONE
+    kernel, tiles_of_unit = _GATE_UP[geometry.gate_up_format], _GATE_TILES
+    of_one = _GATE_UP_ONE[geometry.gate_up_format]
+    if tokens == 1 and geometry.hidden == _USUAL_HIDDEN and of_one.is_for(device):
+        kernel, tiles_of_unit = of_one, _GATE_TILES_OF_ONE
     tiles = geometry.width // (8 * tiles_of_unit[geometry.gate_up_format])
     blocks = min(_most_segments(tokens, geometry) * tiles, _GATE_BLOCKS * devices.properties(device).multiprocessors)
     arguments = (
         *geometry.gate_up, *geometry.shared_gate_up, int(geometry.is_gate_up_other), x[0] + 2 * first * _row(x), _row(x) // 8,
         geometry.hidden, geometry.width, groups_at, act_at, geometry.paths, *handing, tiles, inverse(tiles), *_fetched(tokens, geometry),
     )  # fmt: skip
-    return kernels[geometry.gate_up_format], blocks, 32 * _GATE_WARPS, arguments
+    return kernel, blocks, 32 * _GATE_WARPS, arguments
 
 
 def _hand_on(tokens: int, geometry: Geometry, scratch: _Scratch, act_at: int) -> Launch:
@@ -760,11 +757,12 @@ def _down(
         alpha_at, shared_at, dest[0] + 2 * first * row, row, tokens, int(are_groups_ready),
     )  # fmt: skip
     kernel, warps = _DOWN[geometry.down_format], _DOWN_WARPS
-    if geometry.width == _USUAL_WIDTH and _is_hopper(device):
-        if tokens == 1:
-            kernel, warps = _DOWN_ONE[geometry.down_format], TOP + 1
-        elif tokens >= _SLOTS_FROM and geometry.down_format in _DOWN_SLOTS:
-            kernel, warps = _DOWN_SLOTS[geometry.down_format], _SLOT_WARPS
+    of_one, through_slots = _DOWN_ONE[geometry.down_format], _DOWN_SLOTS.get(geometry.down_format)
+    if geometry.width == _USUAL_WIDTH:
+        if tokens == 1 and of_one.is_for(device):
+            kernel, warps = of_one, TOP + 1
+        elif tokens >= _SLOTS_FROM and through_slots and through_slots.is_for(device):
+            kernel, warps = through_slots, _SLOT_WARPS
     return kernel, geometry.hidden // _TILE, 32 * warps, arguments
 
 

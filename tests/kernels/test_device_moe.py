@@ -477,6 +477,34 @@ def test_the_parts_of_a_large_model_are_its_whole_eager_and_overlapping(card: An
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("mix", [("fp8", "fp8", "fp8"), ("fp8", "fp8", None), ("w8", "w8", "w8"), ("w8", "w8", None)], ids=names)
+def test_rows_of_eight_bits_of_all_experts_and_of_none(card: Any, mix: tuple[str, str, str | None]) -> None:
+    """Down projections through shared memory: more than 32 units a warp, no shared expert, and tokens that have no experts."""
+    weights = random_weights(np, 13, 256, 256, 512, mix)
+    # 64 tokens have every expert twice.
+    weights = changed(weights, router=bits(np.eye(256 + (mix[2] is not None), 256)))
+    there = map_weights(weights, card.array)
+    rng = np.random.default_rng(13)
+    x, dest = bits(np.abs(rng.standard_normal((64, 256))) * 0.01), random_bits(rng, 64, 256)
+    x[np.arange(64)[:, None], (8 * np.arange(64)[:, None] + np.arange(8)) % 256] = bits(np.arange(2, 10) / 8)
+    expected, margins = oracle(np, x, weights, dest)
+    assert len(np.unique(route(x, weights.router, shared=mix[2] is not None)[0])) == 256
+    for tokens in (3, 33, 64):
+        check_block(np, run(card, there, x[:tokens], dest[:tokens], "decode"), expected[:tokens], margins[:tokens])
+    for tokens in (3, 64):
+        assert (run(card, there, np.full_like(x[:tokens], 0x7FC0), dest[:tokens], "decode") == dest[:tokens]).all()
+    ids = np.tile(np.arange(8, dtype=np.int32), (5, 1))
+    ids[1], ids[3, 2] = -1, 256
+    alpha, scale = np.full((5, 8), 0.125, np.float32), None if mix[2] is None else np.ones(5, np.float32)
+    act, sums = rng.standard_normal((5, 8 + (mix[2] is not None), 512)).astype(np.float32), card.array(dest[:5])
+    on_device = [None if array is None else card.array(array) for array in (ids, alpha, scale, act)]
+    down_add(*on_device, there, sums)
+    found, wanted = card.host(sums), reference.down_add(ids, alpha, scale, act, weights, dest[:5].copy())
+    assert (found[[1, 3]] == dest[[1, 3]]).all() and (found[[0, 2, 4]] != dest[[0, 2, 4]]).any(1).all()
+    np.testing.assert_allclose(numbers(found), numbers(wanted), rtol=2**-7, atol=2e-3 * np.abs(numbers(wanted)).max())
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 5, 16, 64])
 def test_tokens_that_share_all_some_and_no_experts(card: Any, tokens: int) -> None:
     weights = random_weights(np, 7, 256, 128, 128, MIXES[0])

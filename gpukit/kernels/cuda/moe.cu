@@ -1,6 +1,6 @@
 // Device code of the decode schedule of a sparse mixture of experts: what it promises stands in `kernels/moe.py`. Four launches: scores of all
 // experts; selection, and the batch grouped by expert (few tokens: both in one); gate and up projections; down projections and their weighted sum.
-// Each expert's weights stream from memory to registers once, whatever the number of its tokens; the next unit's are on their way while this one's
+// Each expert's weights stream from memory once, whatever the number of its tokens; the next unit's are on their way while this one's
 // sums are put together. All sums are taken in an order that follows from the geometry alone, so that a token's result never depends on the batch.
 
 #include "cluster.cuh"
@@ -845,7 +845,8 @@ __device__ __forceinline__ void run_down(const Down& call, const Banks& banks, b
     put_together<THREADS>(call, memory, start.tokens);
 }
 
-// One token: a warp has an expert, all of whose rows are in registers when the activations are there, which come to shared memory at once.
+// One token: a warp has an expert, all of whose rows are asked for before the wait (scales and high bits not yet: the compiler takes `__ldg` behind
+// it), and activations come to shared memory at once.
 template <typename Format>
 __device__ __forceinline__ void multiply_one(
     const Down& call, const Bank& bank, int expert, int path, Bytes16 (&activations)[KNOWN_LENGTH / 4], float (&sums_of_path)[TILE])

@@ -7,7 +7,7 @@
 #include "moe_stream.cuh"
 #include "staging.cuh"
 
-// More than eight warps would have half the registers: a scheduler has two warps of 255 or three of 168.
+// With more warps a scheduler has three of 168 registers instead of two of 255.
 constexpr int SLOT_WARPS = 8;
 constexpr int SLOTS = 2;
 constexpr int SLOT_BYTES = 8704;
