@@ -185,17 +185,21 @@ def test_fold(device_benchmark: Callable[..., None], m: int, items: int) -> None
     device_benchmark(call, moved=moved, nodes=turns)
 
 
+def measure_settled(device_benchmark: Callable[..., None], m: int, items: int, **options: float) -> None:
+    """Each begins while the one in front ends; as many as elsewhere, so that the first one, which has none in front, does not count."""
+    call, turns, moved = folds(items, m)
+    device_benchmark(in_mode("settled", lambda: call(settled=True, **options)), moved=moved, nodes=-(-NODES // turns) * turns)
+
+
 @pytest.mark.parametrize("items", [1, 8])
 @pytest.mark.parametrize("m", [1, 2, 3, 4])
 def test_settled_fold(device_benchmark: Callable[..., None], m: int, items: int) -> None:
-    """Each begins while the one in front ends; as many as elsewhere, so that the first one, which has none in front, does not count."""
-    call, turns, moved = folds(items, m)
-    device_benchmark(in_mode("settled", lambda: call(settled=True)), moved=moved, nodes=-(-NODES // turns) * turns)
+    """One behind the other."""
+    measure_settled(device_benchmark, m, items)
 
 
 @pytest.mark.parametrize("items", [1, 8])
 @pytest.mark.parametrize("m", [1, 2, 3, 4])
 def test_settled_fold_of_kept_states(device_benchmark: Callable[..., None], m: int, items: int) -> None:
     """The same, whose states the L2 is asked to keep, though they are gone long before they are read again."""
-    call, turns, moved = folds(items, m)
-    device_benchmark(in_mode("settled", lambda: call(settled=True, keep=1.0)), moved=moved, nodes=-(-NODES // turns) * turns)
+    measure_settled(device_benchmark, m, items, keep=1.0)

@@ -34,12 +34,6 @@ _DOWN = {name: Kernel("moe", f"down_{name}", language="cuda", early=True) for na
 _HOPPER = (9, 0)
 _GATE_UP_ONE = {name: Kernel("moe", f"gate_up_one_{name}", language="cuda", early=True, carveout=_CARVEOUT, capability=_HOPPER) for name in _FORMATS}
 _DOWN_ONE = {name: Kernel("moe", f"down_one_{name}", language="cuda", early=True, capability=_HOPPER) for name in _FORMATS}
-# sizeof(SlotMemory), of cuda/moe_slots.cuh
-_SLOT_WARPS = 8
-_SLOTS_BYTES = _SLOT_WARPS * 2 * (8704 + 8) + 384 * 32
-_DOWN_SLOTS = {
-    name: Kernel("moe", f"down_slots_{name}", language="cuda", early=True, shared_bytes=_SLOTS_BYTES, capability=_HOPPER) for name in ("fp8", "w8")
-}
 _HAND_ON = Kernel("moe", "hand_on", language="cuda", early=True)
 _SCAN = Kernel("moe_prefill", "scan", language="cuda", early=True)
 _GATHER = Kernel("moe_prefill", "gather", language="cuda", early=True)
@@ -59,7 +53,8 @@ def _grouped(product: str) -> dict[tuple[str, int], Kernel]:
 _GROUPED_GATE_UP = _grouped("grouped_gate_up")
 _GROUPED_DOWN = _grouped("grouped_down")
 
-# Constants of cuda/moe.cuh, moe_stream.cuh and moe.cu: tokens of a batch and of a segment, rows of a tile, parts of a router row, warps of kernels.
+# Constants of cuda/moe.cuh, moe_stream.cuh, moe_slots.cuh and moe.cu: tokens of a batch and of a segment, rows of a tile, parts of a router row,
+# warps of kernels.
 _BATCH = 64
 _COLUMNS = 8
 _TILE = 16
@@ -76,8 +71,11 @@ _ROUTE_BLOCKS = 16
 _ROUTE_WARPS = 16
 _GATE_WARPS = 4
 _DOWN_WARPS = 12
-# sizeof(Groups)
-_GROUPS_BYTES = 128 + 384 * 32
+_SLOT_WARPS = 8
+# sizeof(Groups) and sizeof(SlotMemory), both with all segments that there can be.
+_SEGMENTS_BYTES = 384 * 32
+_GROUPS_BYTES = 128 + _SEGMENTS_BYTES
+_SLOTS_BYTES = _SLOT_WARPS * 2 * (8704 + 8) + _SEGMENTS_BYTES
 _HANDING_THREADS = 128
 # How activations are handed on: as float32, or as the terms that tensor cores take, by the down bank's format: its order, and four times its octs.
 _AS_FLOATS = 0
@@ -96,6 +94,9 @@ _FETCHED_TO = 16
 
 _SELECT_TOGETHER = Kernel("moe", "select_together", language="cuda", early=True, carveout=_CARVEOUT, cluster=(_SELECT_BLOCKS, 32 * _SELECT_WARPS))
 _ROUTE_FEW = Kernel("moe", "route_few", language="cuda", early=True, carveout=_CARVEOUT, cluster=(_ROUTE_BLOCKS, 32 * _ROUTE_WARPS))
+_DOWN_SLOTS = {
+    name: Kernel("moe", f"down_slots_{name}", language="cuda", early=True, shared_bytes=_SLOTS_BYTES, capability=_HOPPER) for name in ("fp8", "w8")
+}
 
 # Of cuda/moe_prefill.cu: threads of its kernels, rows of a block of a grouped product.
 _SCAN_THREADS = 512

@@ -253,6 +253,7 @@ struct GateUpWork {
     {
         if constexpr (ONE) {
             constexpr int LENGTH = sizeof(TokenSlice) / sizeof(Bytes16);
+            static_assert(LENGTH == 2 * 32, "a lane has two accesses of a slice");
             const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
             const Bytes16 first = call.x[warp * LENGTH + lane], second = call.x[warp * LENGTH + lane + 32];
             token[lane] = first;
