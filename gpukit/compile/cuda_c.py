@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gpukit.errors import CompileError
 
-__all__ = ["compile_subject", "source_path"]
+__all__ = ["compile_subject", "compile_text", "source_path"]
 
 _FOLDER = Path(__file__).resolve().parent.parent / "kernels" / "cuda"
 
@@ -38,15 +38,26 @@ def compile_subject(subject: str, arch: str) -> bytes:
     CompileError
         With the compiler's log, or naming the extra to install.
     """
+    file = source_path(subject)
+    return compile_text(file.read_text(), file.name, arch)
+
+
+def compile_text(source: str, name: str, arch: str) -> bytes:
+    """Compile a text, which may include the headers of the subjects.
+
+    Raises
+    ------
+    CompileError
+        With the compiler's log, or naming the extra to install.
+    """
     try:
         from cuda.core import Program, ProgramOptions
     except ImportError as error:
         raise CompileError(f"NVRTC is not installed ({error}); install gpukit with the extra cu13 or cu12") from None
-    file = source_path(subject)
     # Contraction is left on; where bits matter the sources say fmaf themselves. Denormals, division and square roots are IEEE.
-    options = ProgramOptions(arch=arch, std="c++17", include_path=_include_directories(), name=file.name)
-    log, source = io.StringIO(), file.read_text()
+    options = ProgramOptions(arch=arch, std="c++17", include_path=_include_directories(), name=name)
+    log = io.StringIO()
     try:
         return bytes(Program(source, code_type="c++", options=options).compile("cubin", logs=log).code)
     except Exception as error:
-        raise CompileError(f"{file.name} does not compile for {arch}: {error}\n{log.getvalue()}") from error
+        raise CompileError(f"{name} does not compile for {arch}: {error}\n{log.getvalue()}") from error

@@ -13,6 +13,7 @@ from gpukit import arrays, devices
 from gpukit.arrays import ITEMSIZE
 from gpukit.errors import ArgumentError, Signal
 from gpukit.kernels._moe import TOP, Fp8, Geometry, MoeWeights, geometry_of, router_experts
+from gpukit.kernels._moe_decode import CARVEOUT, FORMATS, MOST_SEGMENTS, down_for, gate_up_for
 from gpukit.kernels._plans import allocate, blocks_for, inverse, signal_pointer, whole
 from gpukit.kernels._row_split import RowSplit
 from gpukit.kernels._tensors import BF16, NUMBERS, Tensor, like_shape, refuse_overlap, require_aligned, tensor
@@ -22,18 +23,8 @@ from gpukit.streams import choose
 
 __all__ = ["Fp8", "MoeWeights", "RowSplit", "down_add", "gate_up", "prefill_reduce", "route", "route_workspace", "sparse_moe", "workspace_bytes"]
 
-_FORMATS = ("bf16", "fp8", "q4", "q5", "q6", "w8")
-# What reads tokens again and again lives off the L1, which `down_slots` leaves small: where nobody said so, 64 tokens in fp8 took 242 µs, not 199. A
-# quarter of it holds the shared memory of all blocks.
-_CARVEOUT = 28
-_SCORES = Kernel("moe", "scores", language="cuda", early=True, carveout=_CARVEOUT)
-_SELECT = Kernel("moe", "select", language="cuda", early=True, carveout=_CARVEOUT)
-_GATE_UP = {name: Kernel("moe", f"gate_up_{name}", language="cuda", early=True, carveout=_CARVEOUT) for name in _FORMATS}
-_DOWN = {name: Kernel("moe", f"down_{name}", language="cuda", early=True) for name in _FORMATS}
-# Of one token, tuned for the sizes and devices that they have been measured for.
-_HOPPER = (9, 0)
-_GATE_UP_ONE = {name: Kernel("moe", f"gate_up_one_{name}", language="cuda", early=True, carveout=_CARVEOUT, capability=_HOPPER) for name in _FORMATS}
-_DOWN_ONE = {name: Kernel("moe", f"down_one_{name}", language="cuda", early=True, capability=_HOPPER) for name in _FORMATS}
+_SCORES = Kernel("moe", "scores", language="cuda", early=True, carveout=CARVEOUT)
+_SELECT = Kernel("moe", "select", language="cuda", early=True, carveout=CARVEOUT)
 _HAND_ON = Kernel("moe", "hand_on", language="cuda", early=True)
 _SCAN = Kernel("moe_prefill", "scan", language="cuda", early=True)
 _GATHER = Kernel("moe_prefill", "gather", language="cuda", early=True)
@@ -43,7 +34,7 @@ _REDUCE = Kernel("moe_prefill", "prefill_reduce", language="cuda", early=True)
 def _grouped(product: str) -> dict[tuple[str, int], Kernel]:
     """The kernels of a grouped product, by format and most tokens of a run, with shared memory for three chunks of as many tokens."""
     made = {}
-    for name, tokens in (*((name, 64) for name in _FORMATS), ("bf16", 128)):
+    for name, tokens in (*((name, 64) for name in FORMATS), ("bf16", 128)):
         # Activations, unlike tokens, are two numbers each.
         octs = (8 if name in ("bf16", "w8") else 16) * (2 if product == "grouped_down" else 1)
         made[name, tokens] = Kernel("moe_prefill", f"{product}_{name}_{tokens}", language="cuda", early=True, shared_bytes=3 * tokens * octs * 16)
@@ -53,8 +44,7 @@ def _grouped(product: str) -> dict[tuple[str, int], Kernel]:
 _GROUPED_GATE_UP = _grouped("grouped_gate_up")
 _GROUPED_DOWN = _grouped("grouped_down")
 
-# Constants of cuda/moe.cuh, moe_stream.cuh, moe_slots.cuh and moe.cu: tokens of a batch and of a segment, rows of a tile, parts of a router row,
-# warps of kernels.
+# Constants of cuda/moe.cuh and moe.cu: tokens of a batch and of a segment, rows of a tile, parts of a router row, warps of kernels.
 _BATCH = 64
 _COLUMNS = 8
 _TILE = 16
@@ -69,34 +59,17 @@ _FEW = 16
 _FEW_STEPS = 64
 _ROUTE_BLOCKS = 16
 _ROUTE_WARPS = 16
-_GATE_WARPS = 4
-_DOWN_WARPS = 12
-_SLOT_WARPS = 8
-# sizeof(Groups) and sizeof(SlotMemory), both with all segments that there can be.
-_SEGMENTS_BYTES = 384 * 32
-_GROUPS_BYTES = 128 + _SEGMENTS_BYTES
-_SLOTS_BYTES = _SLOT_WARPS * 2 * (8704 + 8) + _SEGMENTS_BYTES
+# sizeof(Groups)
+_GROUPS_BYTES = 128 + MOST_SEGMENTS * 32
 _HANDING_THREADS = 128
 # How activations are handed on: as float32, or as the terms that tensor cores take, by the down bank's format: its order, and four times its octs.
 _AS_FLOATS = 0
 _AS_TERMS = {"bf16": 0 + 4, "fp8": 2 + 8, "q4": 1 + 8, "q5": 1 + 8, "q6": 1 + 8, "w8": 2 + 4}
-# Tiles of 8 gate and up rows in a unit of work, and in one of a single token.
-_GATE_TILES = {"bf16": 1, "fp8": 2, "q4": 1, "q5": 1, "q6": 1, "w8": 1}
-_GATE_TILES_OF_ONE = {"bf16": 1, "fp8": 2, "q4": 2, "q5": 2, "q6": 1, "w8": 2}
-# Blocks of the gate and up projections that fit on a multiprocessor.
-_GATE_BLOCKS = 3
-# Elements of the rows that kernels are tuned for, of gate and up projections and of down projections.
-_USUAL_HIDDEN, _USUAL_WIDTH = 2048, 512
-# Fewest tokens whose down projections are quicker through shared memory: where a warp has a unit or two, its few warps are too few.
-_SLOTS_FROM = 3
 # Most tokens for which the shared expert is fetched while experts are chosen: later it is a small part of all.
 _FETCHED_TO = 16
 
-_SELECT_TOGETHER = Kernel("moe", "select_together", language="cuda", early=True, carveout=_CARVEOUT, cluster=(_SELECT_BLOCKS, 32 * _SELECT_WARPS))
-_ROUTE_FEW = Kernel("moe", "route_few", language="cuda", early=True, carveout=_CARVEOUT, cluster=(_ROUTE_BLOCKS, 32 * _ROUTE_WARPS))
-_DOWN_SLOTS = {
-    name: Kernel("moe", f"down_slots_{name}", language="cuda", early=True, shared_bytes=_SLOTS_BYTES, capability=_HOPPER) for name in ("fp8", "w8")
-}
+_SELECT_TOGETHER = Kernel("moe", "select_together", language="cuda", early=True, carveout=CARVEOUT, cluster=(_SELECT_BLOCKS, 32 * _SELECT_WARPS))
+_ROUTE_FEW = Kernel("moe", "route_few", language="cuda", early=True, carveout=CARVEOUT, cluster=(_ROUTE_BLOCKS, 32 * _ROUTE_WARPS))
 
 # Of cuda/moe_prefill.cu: threads of its kernels, rows of a block of a grouped product.
 _SCAN_THREADS = 512
@@ -242,7 +215,7 @@ def gate_up(
     Returns
     -------
     float32 array
-        `out`, or a new array of the library of `x`, which holds anything for tokens that are left out.
+        `out`, or a new array of the library of `x`; both hold anything for tokens that are left out.
 
     Raises
     ------
@@ -719,18 +692,27 @@ def _most_segments(tokens: int, geometry: Geometry) -> int:
     return min(TOP * tokens, geometry.experts + tokens) + geometry.has_shared * blocks_for(tokens, _COLUMNS)
 
 
-def _gate_up(x: Tensor, first: int, tokens: int, geometry: Geometry, groups_at: int, act_at: int, handing: tuple[int, int], device: int) -> Launch:
-    kernel, tiles_of_unit = _GATE_UP[geometry.gate_up_format], _GATE_TILES
-    of_one = _GATE_UP_ONE[geometry.gate_up_format]
-    if tokens == 1 and geometry.hidden == _USUAL_HIDDEN and of_one.is_for(device):
-        kernel, tiles_of_unit = of_one, _GATE_TILES_OF_ONE
-    tiles = geometry.width // (8 * tiles_of_unit[geometry.gate_up_format])
-    blocks = min(_most_segments(tokens, geometry) * tiles, _GATE_BLOCKS * devices.properties(device).multiprocessors)
+def _gate_up(
+    x: Tensor,
+    first: int,
+    tokens: int,
+    geometry: Geometry,
+    groups_at: int,
+    act_at: int,
+    handing: tuple[int, int],
+    device: int,
+    *,
+    are_tokens_ready: bool = False,
+) -> Launch:
+    kernel, tiles_of_unit, blocks, warps = gate_up_for(geometry.gate_up_format, tokens, geometry.hidden, device)
+    tiles = geometry.width // (8 * tiles_of_unit)
+    blocks = min(_most_segments(tokens, geometry) * tiles, blocks * devices.properties(device).multiprocessors)
     arguments = (
         *geometry.gate_up, *geometry.shared_gate_up, int(geometry.is_gate_up_other), x[0] + 2 * first * _row(x), _row(x) // 8,
         geometry.hidden, geometry.width, groups_at, act_at, geometry.paths, *handing, tiles, inverse(tiles), *_fetched(tokens, geometry),
+        int(are_tokens_ready),
     )  # fmt: skip
-    return kernel, blocks, 32 * _GATE_WARPS, arguments
+    return kernel, blocks, 32 * warps, arguments
 
 
 def _hand_on(tokens: int, geometry: Geometry, scratch: _Scratch, act_at: int) -> Launch:
@@ -757,13 +739,7 @@ def _down(
         *geometry.down, *geometry.shared_down, int(geometry.is_down_other), act_at, geometry.paths, geometry.hidden, geometry.width, groups_at,
         alpha_at, shared_at, dest[0] + 2 * first * row, row, tokens, int(are_groups_ready),
     )  # fmt: skip
-    kernel, warps = _DOWN[geometry.down_format], _DOWN_WARPS
-    of_one, through_slots = _DOWN_ONE[geometry.down_format], _DOWN_SLOTS.get(geometry.down_format)
-    if geometry.width == _USUAL_WIDTH:
-        if tokens == 1 and of_one.is_for(device):
-            kernel, warps = of_one, TOP + 1
-        elif tokens >= _SLOTS_FROM and through_slots and through_slots.is_for(device):
-            kernel, warps = through_slots, _SLOT_WARPS
+    kernel, warps = down_for(geometry.down_format, tokens, geometry.width, device)
     return kernel, geometry.hidden // _TILE, 32 * warps, arguments
 
 
@@ -776,11 +752,14 @@ def _decode(x: Tensor, dest: Tensor, geometry: Geometry, parts: list[int], count
     launches: list[Launch] = []
     for first in range(0, tokens, _BATCH):
         some = min(_BATCH, tokens - first)
-        launches += _routing(
+        routing = _routing(
             x, first, some, geometry.router, geometry.experts, geometry.has_shared, scratch.parts, outputs, scratch.groups, 0, counters, device,
             stream,
         )  # fmt: skip
-        launches.append(_gate_up(x, first, some, geometry, scratch.groups, scratch.act, _terms(geometry), device))
+        launches += routing
+        # This kernel lets the next one go when it has seen all that was written in front of it; others do before.
+        are_ready = routing[-1][0] is _ROUTE_FEW
+        launches.append(_gate_up(x, first, some, geometry, scratch.groups, scratch.act, _terms(geometry), device, are_tokens_ready=are_ready))
         at = (scratch.act, scratch.alpha, shared_at)
         launches.append(_down(dest, first, some, geometry, scratch.groups, *at, device, are_groups_ready=True))
     return launches

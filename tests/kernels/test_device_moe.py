@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpukit.compile.cuda_c import source_path
+from gpukit.compile.cuda_c import compile_text, source_path
 from gpukit.errors import ArgumentError, ArgumentTypeError, Signal
-from gpukit.kernels import _moe
+from gpukit.kernels import _moe, _moe_decode
 from gpukit.kernels import moe as ops
 from gpukit.kernels._moe import Geometry
 from gpukit.kernels.moe import Fp8, MoeWeights, RowSplit, down_add, gate_up, prefill_reduce, route, route_workspace, sparse_moe, workspace_bytes
@@ -161,10 +161,13 @@ def test_weights_are_checked_again_where_they_look_another_way(monkeypatch: pyte
         _moe.geometry_of(weights)
 
 
+DEVICE_FILES = ("moe.cu", "moe_prefill.cu", "moe.cuh", "moe_stream.cuh", "moe_slots.cuh", "moe_gate_slots.cuh", "moe_one.cuh")
+
+
 def device_code() -> str:
     """All device code of mixtures of experts."""
     folder = source_path("moe").parent
-    return "".join((folder / name).read_text() for name in ("moe.cu", "moe_prefill.cu", "moe.cuh", "moe_stream.cuh", "moe_slots.cuh"))
+    return "".join((folder / name).read_text() for name in DEVICE_FILES)
 
 
 def constants_of(text: str) -> dict[str, int]:
@@ -174,24 +177,27 @@ def constants_of(text: str) -> dict[str, int]:
 def test_the_constants_of_the_plan_are_those_of_the_kernels() -> None:
     text = device_code()
     constants = constants_of(text)
-    warps = ("SCORE_WARPS", "SELECT_WARPS", "ROUTE_WARPS", "GATE_WARPS", "DOWN_WARPS", "SLOT_WARPS")
-    blocks, threads = ("SELECT_BLOCKS", "ROUTE_BLOCKS", "GATE_BLOCKS"), ("HANDING_THREADS", "SCAN_THREADS", "REDUCE_THREADS")
+    warps, blocks = ("SCORE_WARPS", "SELECT_WARPS", "ROUTE_WARPS"), ("SELECT_BLOCKS", "ROUTE_BLOCKS")
+    threads = ("HANDING_THREADS", "SCAN_THREADS", "REDUCE_THREADS")
     for name in ("BATCH", "COLUMNS", "TILE", "SCORE_PARTS", "FEW", *warps, *blocks, *threads):
         assert constants[name] == getattr(ops, f"_{name}"), name
+    gate = ("GATE_WARPS", "GATE_BLOCKS", "GATE_SLOTS_BYTES", "MOST_GATE_SLOTS", "GATE_GROUPS")
+    for name in (*gate, "DOWN_WARPS"):
+        assert constants[name] == getattr(_moe_decode, name), name
     assert ops._FEW_STEPS == constants["SCORE_PARTS"] * constants["SCORE_WARPS"] * constants["SLICE_STEPS"]
     # Of the largest batch, and of the segments of first units, which are looked up before it is known how many there are.
     most = Geometry(constants["MOST_EXPERTS"], H, W, 9, "bf16", "bf16", 0, *[(0, 0, 0)] * 4, False, False, 0, 0)
-    assert max(ops._most_segments(tokens, most) for tokens in range(1, ops._BATCH + 1)) <= constants["MOST_EXPERTS"] + 2 * constants["BATCH"]
-    assert ops._GROUPS_BYTES == 128 + 32 * (constants["MOST_EXPERTS"] + 2 * constants["BATCH"])
-    slots, segments = constants["SLOT_WARPS"] * constants["SLOTS"], constants["MOST_EXPERTS"] + 2 * constants["BATCH"]
-    assert ops._SLOTS_BYTES == slots * (constants["SLOT_BYTES"] + 8) + 32 * segments
-    assert (ops._USUAL_WIDTH, ops._USUAL_HIDDEN) == (constants["KNOWN_LENGTH"], constants["GATE_WARPS"] * constants["KNOWN_LENGTH"])
+    segments = constants["MOST_EXPERTS"] + 2 * constants["BATCH"]
+    assert max(ops._most_segments(tokens, most) for tokens in range(1, ops._BATCH + 1)) <= segments == _moe_decode.MOST_SEGMENTS
+    assert ops._GROUPS_BYTES == 128 + 32 * segments
+    assert (_moe_decode.USUAL_WIDTH, _moe_decode.USUAL_HIDDEN) == (constants["KNOWN_LENGTH"], constants["GATE_WARPS"] * constants["KNOWN_LENGTH"])
+    assert 2 * (constants["GATE_ONE_REGISTERS"] + constants["DOWN_ONE_REGISTERS"]) <= 65536 // (4 * 32)
     assert ops._GATHER_THREADS == constants["BATCH"] * constants["TOP"] and ops._GEMM_THREADS == 32 * constants["GEMM_WARPS"]
     assert ops._BLOCK_ROWS == 16 * constants["ROW_TILES"] * constants["GEMM_WARPS"]
     assert ops._SCORE_TOKENS % constants["COLUMNS"] == ops._MANY_SCORE_TOKENS % constants["COLUMNS"] == 0
-    tiles = re.findall(r"^MOE_KERNELS\((\w+), [\w<>]+, (\d), \d, (\d),", text, re.MULTILINE)
-    assert {name: int(of_unit) for name, of_unit, _ in tiles} == ops._GATE_TILES
-    assert {name: int(of_one) for name, _, of_one in tiles} == ops._GATE_TILES_OF_ONE
+    tiles = re.findall(r"^MOE_KERNELS\((\w+), [\w<>]+, (\d), \d, \d, \d, (\w+)\)", text, re.MULTILINE)
+    assert {name: int(of_unit) for name, of_unit, _ in tiles} == _moe_decode.GATE_TILES
+    assert {name: other == "true" for name, _, other in tiles} == {name: _moe_decode._with_other(name) for name in _moe_decode.FORMATS}
     # Activations are handed on in the order of the format that takes them.
     orders = ("STRAIGHT", "NIBBLES", "BYTES")
     structs = {"bf16": "Bf16", "fp8": "Fp8", **dict.fromkeys(("q4", "q5", "q6"), "Split"), "w8": "Wide"}
@@ -205,11 +211,45 @@ def test_the_constants_of_the_plan_are_those_of_the_kernels() -> None:
             assert kernel.shared_bytes == constants["CHUNKS"] * tokens * chunk * terms <= 99 * 1024, kernel
 
 
-def test_what_a_block_of_the_down_projection_shares_is_static() -> None:
-    constants = constants_of(device_code())
-    # Sums of all paths, what they are multiplied by, and residuals: beside the slots, within what a block may have.
-    floats = constants["BATCH"] * ((constants["TOP"] + 1) * (constants["TILE"] + 1) + constants["TILE"])
-    assert 4 * floats <= 48 * 1024 and ops._SLOTS_BYTES + 4 * floats <= 227 * 1024
+STRUCTS = {"bf16": "Bf16", "fp8": "Fp8", "q4": "Split<4>", "q5": "Split<5>", "q6": "Split<6>", "w8": "Wide"}
+
+
+def test_the_shared_memory_that_is_asked_for_is_what_kernels_have() -> None:
+    pytest.importorskip("cuda.core", reason="needs NVRTC")
+    gate_bytes, one_bytes, slots_bytes = _moe_decode.gate_one_bytes, _moe_decode.down_one_bytes, _moe_decode.down_slots_bytes
+    sizes = {"GateSlotMemory": _moe_decode.gate_few_bytes()}
+    for kind, struct in STRUCTS.items():
+        other = "true" if _moe_decode._with_other(kind) else "false"
+        slot = f"slot_bytes<{struct}, {other}>()"
+        sizes[f"GateOneMemory<gate_one_bytes<{struct}, {other}>(), {other}>"] = gate_bytes(kind)
+        if kind == "bf16":
+            sizes[f"SlotMemory<OneToken, {slot}>"] = slots_bytes(kind, 9, 1, _moe_decode.ONE_SEGMENTS)
+            continue
+        sizes[f"SlotMemory<FewTokens, {slot}>"] = slots_bytes(kind, _moe_decode.FEW_SLOT_WARPS, 2, _moe_decode.FEW_SEGMENTS)
+        sizes[f"DownOneMemory<{slot}>"] = one_bytes(kind)
+        # Both kernels of a token fit beside each other, with what is static and what the device keeps for a block.
+        assert gate_bytes("w8") + one_bytes("w8") >= gate_bytes(kind) + one_bytes(kind)
+    assert gate_bytes("w8") + one_bytes("w8") < 228 * 1024 - 3072
+    for kind in ("fp8", "w8"):
+        sizes[f"SlotMemory<ManyTokens, slot_bytes<{STRUCTS[kind]}, false>()>"] = slots_bytes(
+            kind, _moe_decode.SLOT_WARPS, 2, _moe_decode.MOST_SEGMENTS
+        )
+    is_at_least = {True: "<=", False: "=="}
+    lines = [f"static_assert(sizeof({struct}) {is_at_least[size == _moe_decode._MORE_THAN_HALF]} {size});" for struct, size in sizes.items()]
+    assert len(lines) == 20
+    # What the host's numbers of tokens, warps and slots are on the device.
+    numbers_of = {
+        "FewTokens": (_moe_decode.FEW_TOKENS, _moe_decode.FEW_SLOT_WARPS, 2),
+        "ManyTokens": (64, _moe_decode.SLOT_WARPS, 2),
+        "OneToken": (1, 9, 1),
+    }
+    for batch, (tokens, warps, slots) in numbers_of.items():
+        lines.append(f"static_assert({batch}::TOKENS == {tokens} && {batch}::WARPS == {warps} && {batch}::SLOTS == {slots});")
+    lines.append(f"static_assert(DOWN_ONE_WARPS == 8 && FEW_SEGMENTS == {_moe_decode.FEW_SEGMENTS});")
+    compile_text("\n".join(['#include "moe_one.cuh"', *lines]), "sizes.cu", "sm_90")
+    # What is static beside it: sums of all paths, what they are multiplied by, and residuals.
+    floats = ops._BATCH * (9 * (16 + 1) + 16)
+    assert 4 * floats <= 48 * 1024 and slots_bytes("w8", 8, 2, 384) + 4 * floats <= 227 * 1024
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
@@ -223,21 +263,27 @@ def test_kernels_of_the_usual_sizes_are_for_the_devices_that_they_were_measured_
         geometry = Geometry(256, hidden, width, 9, kind, kind, 0, *[(0, 0, 0)] * 4, False, False, 0, 0)
         x = (0, (tokens, hidden), (hidden, 1), "uint16", 0)
         up, down = ops._gate_up(x, 0, tokens, geometry, 0, 0, (0, 0), 0), ops._down(x, 0, tokens, geometry, 0, 0, 0, 0, 0)
+        names = up[0].name, down[0].name
         # Blocks of gate and up projections have a unit each, if there are so many; those of down projections a tile of rows.
-        tiles = (ops._GATE_TILES_OF_ONE if "one" in up[0].name else ops._GATE_TILES)[kind]
-        assert up[1] == min(ops._most_segments(tokens, geometry) * width // (8 * tiles), 3 * 132) and up[2] == 128 and down[1] == hidden // 16
-        assert down[2] == 32 * (9 if "one" in down[0].name else ops._SLOT_WARPS if "slots" in down[0].name else ops._DOWN_WARPS)
-        return [launch[0].name for launch in (up, down)]
+        tiles = 1 if "one" in names[0] or "few" in names[0] else _moe_decode.GATE_TILES[kind]
+        blocks, threads = (132, 256) if "one" in names[0] else (3 * 132, 128)
+        assert up[1:3] == (min(ops._most_segments(tokens, geometry) * width // (8 * tiles), blocks), threads) and down[1] == hidden // 16
+        warps = {"one": 9 if kind == "bf16" else 8, "few": 12, "slots": 8}
+        assert down[2] == 32 * next((number for part, number in warps.items() if part in names[1]), 12)
+        return list(names)
 
     is_hopper = capability == (9, 0)
     for kind in ("bf16", "fp8", "q4", "q5", "q6", "w8"):
         plain = [f"gate_up_{kind}", f"down_{kind}"]
+        few = [f"gate_up_few_{kind}", f"down_few_{kind}"] if is_hopper and kind != "bf16" else plain
+        many = [f"gate_up_{kind}", f"down_slots_{kind}"] if is_hopper and kind in ("fp8", "w8") else plain
         assert chosen(kind, 2048, 512, 1) == ([f"gate_up_one_{kind}", f"down_one_{kind}"] if is_hopper else plain)
         assert chosen(kind, 2048, 384, 1) == ([f"gate_up_one_{kind}", f"down_{kind}"] if is_hopper else plain)
         assert chosen(kind, 1024, 512, 1) == ([f"gate_up_{kind}", f"down_one_{kind}"] if is_hopper else plain)
-        assert chosen(kind, 2048, 512, 2) == chosen(kind, 2048, 384, 64) == plain
-        slots = [f"gate_up_{kind}", f"down_slots_{kind}"] if is_hopper and kind in ("fp8", "w8") else plain
-        assert chosen(kind, 2048, 512, 3) == chosen(kind, 128, 512, 64) == slots
+        assert chosen(kind, 2048, 512, 2) == chosen(kind, 2048, 512, 4) == few
+        assert chosen(kind, 128, 512, 4) == [plain[0], few[1]] and chosen(kind, 2048, 384, 4) == [few[0], plain[1]]
+        assert chosen(kind, 2048, 512, 5) == chosen(kind, 128, 512, 64) == many
+        assert chosen(kind, 2048, 384, 64) == plain
 
 
 # On a GPU.
@@ -378,7 +424,7 @@ def test_other_geometries(card: Any, mix: tuple[str, str, str | None], sizes: tu
     rng = np.random.default_rng(3)
     x, dest = random_bits(rng, 70, sizes[1]), random_bits(rng, 70, sizes[1])
     expected, margins = oracle(np, x, weights, dest)
-    for tokens in (1, 70):
+    for tokens in (1, 3, 70):
         check_block(np, run(card, there, x[:tokens], dest[:tokens], schedule), expected[:tokens], margins[:tokens])
 
 
@@ -389,7 +435,7 @@ def test_the_geometry_of_a_large_model(card: Any, mix: tuple[str, str, str | Non
 
     weights = random_weights(cupy, 6, *LARGE, mix)
     rng = np.random.default_rng(4)
-    for tokens in (1, 2, 4, 16, 63, 64, 65, 128, 1024, 2048, 2049, 4096):
+    for tokens in (1, 2, 4, 5, 16, 63, 64, 65, 128, 1024, 2048, 2049, 4096):
         x, dest = random_bits(rng, tokens, LARGE[1]), random_bits(rng, tokens, LARGE[1])
         expected, margins = oracle(cupy, cupy.asarray(x), weights, cupy.asarray(dest))
         check_block(cupy, cupy.asarray(run(card, weights, x, dest, "auto")), expected, margins)
@@ -436,7 +482,7 @@ def test_a_token_has_the_same_bits_in_any_batch_of_a_large_model(card: Any, mix:
     x[5, 3], x[9] = 0x7FC0, x[40]
     together = run(card, weights, x, dest, "decode")
     assert (together[5] == dest[5]).all()
-    for first, tokens in ((0, 1), (5, 1), (9, 2), (3, 3), (20, 4), (38, 9), (0, 16), (1, 63)):
+    for first, tokens in ((0, 1), (5, 1), (9, 2), (3, 3), (20, 4), (4, 5), (38, 9), (0, 16), (1, 63)):
         some = slice(first, first + tokens)
         assert np.array_equal(run(card, weights, x[some], dest[some], "decode"), together[some]), (tokens, first)
 
@@ -452,7 +498,7 @@ def test_the_parts_of_a_large_model_are_its_whole_eager_and_overlapping(card: An
     layers = [random_weights(cupy, seed, *LARGE, mix) for seed in (10, 11)]
     rng = np.random.default_rng(12)
     stream = cupy.cuda.Stream(non_blocking=True)
-    for tokens in (1, 3, 64):
+    for tokens in (1, 3, 5, 64):
         start, other = random_bits(rng, tokens, LARGE[1]), random_bits(rng, tokens, LARGE[1])
         workspace = card.array(np.full(workspace_bytes(tokens, layers[0], "decode"), 0xFF, np.uint8))
         one, two = card.array(start), card.array(other)

@@ -14,6 +14,15 @@ __device__ __forceinline__ void multiply_tiles(float (&sum)[4], const unsigned (
                  : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right_low), "r"(right_high));
 }
 
+// The same where it is wanted, by all lanes or by none, without a branch.
+__device__ __forceinline__ void multiply_tiles(float (&sum)[4], const unsigned (&left)[4], unsigned right_low, unsigned right_high, bool is_wanted)
+{
+    asm volatile("{\n.reg .pred is_wanted;\nsetp.ne.u32 is_wanted, %10, 0;\n"
+                 "@is_wanted mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n}"
+                 : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+                 : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right_low), "r"(right_high), "r"(static_cast<int>(is_wanted)));
+}
+
 // Four 8 x 8 matrices from shared memory: lane l names row l % 8 of matrix l / 8, sixteen bytes at a multiple of sixteen.
 __device__ __forceinline__ void load_matrices(unsigned (&to)[4], const void* row)
 {

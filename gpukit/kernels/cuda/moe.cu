@@ -4,6 +4,8 @@
 // sums are put together. All sums are taken in an order that follows from the geometry alone, so that a token's result never depends on the batch.
 
 #include "cluster.cuh"
+#include "moe_gate_slots.cuh"
+#include "moe_one.cuh"
 #include "moe_slots.cuh"
 #include "moe_stream.cuh"
 
@@ -684,17 +686,12 @@ extern "C" __global__ void CLUSTER(ROUTE_BLOCKS) __launch_bounds__(ROUTE_WARPS *
 #endif
 }
 
-// HAS_OTHER: whether the shared expert may be in eight bits where the others are not. ONE: for one token, of the usual sizes.
-template <typename Format, int TILES, int STAGES, bool HAS_OTHER, bool ONE>
+// HAS_OTHER: whether the shared expert may be in eight bits where the others are not.
+template <typename Format, int TILES, int STAGES, bool HAS_OTHER>
 __device__ __forceinline__ void run_gate_up(const GateUp& call, const Banks& banks, bool is_shared_other)
 {
-#if __CUDA_ARCH__ != 900
-    if (ONE)
-        return;
-#endif
     static_assert(TILES <= GATE_WARPS / 2, "a thread has a row of a tile and a column");
-    __shared__ typename GateUpWork<Format, TILES, ONE>::Partial partial[2];
-    __shared__ TokenSlice token[ONE ? GATE_WARPS : 1];
+    __shared__ typename GateUpWork<Format, TILES>::Partial partial[2];
     prefetch_all(banks.shared.base, call.shared_bytes);
     prefetch_all(call.ahead, call.ahead_bytes);
     // Released only after the wait: the next launch counts on the groups' being there.
@@ -709,19 +706,16 @@ __device__ __forceinline__ void run_gate_up(const GateUp& call, const Banks& ban
     const int shared_segments = numbers.y, units = numbers.x * tiles;
     place.is_shared = segment < shared_segments;
     if (HAS_OTHER && is_shared_other) {
-        GateUpWork<Wide, TILES, ONE> work(call, banks, shared_segments, partial, token);
+        GateUpWork<Wide, TILES> work(call, banks, shared_segments, partial);
         const int shared_units = shared_segments * tiles;
         stream<Wide, STAGES>(work, place, unit, all, shared_units);
         __syncthreads();
-        // Units of eight bits take as long as two others: where there are few, as of a single token, nobody has both.
-        if (units - shared_units <= 2 * (all - shared_units))
-            apart = all - shared_units;
-        if (unit < shared_units) {
-            unit = apart < all ? units : first_unit(unit, all, shared_units);
+        const bool has_shared = unit < shared_units;
+        go_on_behind_shared(unit, apart, shared_units, units);
+        if (has_shared)
             place = work.place(min(unit, units - 1));
-        }
     }
-    GateUpWork<Format, TILES, ONE> work(call, banks, shared_segments, partial, token);
+    GateUpWork<Format, TILES> work(call, banks, shared_segments, partial);
     stream<Format, STAGES>(work, place, unit, apart, units);
 }
 
@@ -756,70 +750,6 @@ extern "C" __global__ void __launch_bounds__(HANDING_THREADS) gpukit_hand_on(
     to[QUADS] = made[1];
 }
 
-// What a block of down projections is given: the groups, and what the sums are put together with, which is asked for with them, all at once, and
-// comes to shared memory.
-template <int THREADS, int TOKENS>
-struct DownStart {
-    static constexpr int EACH = (TOKENS * TILE + THREADS - 1) / THREADS;
-    int segments, shared_segments;
-    uint64 tokens;
-    float weight[EACH];
-    Bytes2 residual[EACH];
-
-    __device__ __forceinline__ explicit DownStart(const Down& call)
-    {
-        const int paths = static_cast<int>(call.paths), weights = static_cast<int>(call.tokens) * paths, rows = static_cast<int>(call.tokens) * TILE;
-        const Bytes16 header = __ldcg(reinterpret_cast<const Bytes16*>(call.groups));
-        segments = header.x;
-        shared_segments = header.y;
-        tokens = header.z | static_cast<uint64>(header.w) << 32;
-#pragma unroll
-        for (int e = 0; e < EACH; e++) {
-            const int i = threadIdx.x + e * THREADS, token = i / paths, path = i - token * paths;
-            if (i < weights)
-                weight[e] = __ldcg(path < TOP ? call.alpha + token * TOP + path : call.shared_scale + token);
-            if (i < rows)
-                residual[e] = __ldcg(call.dest + i / TILE * call.dest_row + blockIdx.x * TILE + i % TILE);
-        }
-    }
-
-    __device__ __forceinline__ void store(const Down& call, DownMemory<TOKENS>& memory) const
-    {
-        const int weights = static_cast<int>(call.tokens * call.paths), rows = static_cast<int>(call.tokens) * TILE;
-#pragma unroll
-        for (int e = 0; e < EACH; e++) {
-            const int i = threadIdx.x + e * THREADS;
-            if (i < weights)
-                memory.weights[i] = weight[e];
-            if (i < rows)
-                memory.residuals[i] = bf16_to_float(residual[e]);
-        }
-    }
-};
-
-// The end of a block: what its warps have left in shared memory, put together for each token and row.
-template <int THREADS, int TOKENS>
-__device__ __forceinline__ void put_together(const Down& call, const DownMemory<TOKENS>& memory, uint64 tokens)
-{
-    const int paths = static_cast<int>(call.paths);
-    wait_for_predecessor();
-    release_successor();
-    __syncthreads();
-#pragma unroll 1
-    for (int i = threadIdx.x; i < call.tokens * TILE; i += THREADS) {
-        const int row = i % TILE, token = i / TILE;
-        if (!(tokens >> token & 1))
-            continue;
-        float sum = memory.residuals[i];
-#pragma unroll
-        for (int rank = 0; rank < TOP; rank++)
-            sum = fmaf(memory.weights[token * paths + rank], memory.sums_of_paths[token * paths + rank][row], sum);
-        if (paths > TOP)
-            sum = fmaf(memory.weights[token * paths + TOP], memory.sums_of_paths[token * paths + TOP][row], sum);
-        call.dest[token * call.dest_row + blockIdx.x * TILE + row] = float_to_bf16(sum);
-    }
-}
-
 template <typename Format, int STAGES, bool HAS_OTHER>
 __device__ __forceinline__ void run_down(const Down& call, const Banks& banks, bool is_shared_other)
 {
@@ -845,103 +775,56 @@ __device__ __forceinline__ void run_down(const Down& call, const Banks& banks, b
     put_together<THREADS>(call, memory, start.tokens);
 }
 
-// One token: a warp has an expert, all of whose rows are asked for before the wait (scales and high bits not yet: the compiler takes `__ldg` behind
-// it), and activations come to shared memory at once.
-template <typename Format>
-__device__ __forceinline__ void multiply_one(
-    const Down& call, const Bank& bank, int expert, int path, Bytes16 (&activations)[KNOWN_LENGTH / 4], float (&sums_of_path)[TILE])
-{
-    constexpr int STEPS = KNOWN_LENGTH / Format::STEP, EACH = KNOWN_LENGTH / 4 / 32;
-    const int lane = threadIdx.x & 31, line = lane >> 2, quad = lane & 3;
-    const CachePolicy policy = policy_evict_first();
-    const int row = expert * static_cast<int>(call.hidden) + blockIdx.x * TILE + line;
-    const Row rows[2] = {Format::row(bank, row * STEPS, quad), Format::row(bank, (row + 8) * STEPS, quad)};
-    RowScales<Format, STEPS> scales[2];
-    typename Format::Raw held[STEPS][2];
-#pragma unroll
-    for (int half = 0; half < 2; half++)
-        scales[half].load(rows[half]);
-#pragma unroll
-    for (int step = 0; step < STEPS; step++)
-#pragma unroll
-        for (int half = 0; half < 2; half++)
-            load_step<Format>(held[step][half], rows[half], step, policy);
-    wait_for_predecessor();
-    const Bytes16* from = reinterpret_cast<const Bytes16*>(call.act + path * call.width);
-    Bytes16 own[EACH];
-#pragma unroll
-    for (int i = 0; i < EACH; i++)
-        own[i] = from[lane + 32 * i];
-#pragma unroll
-    for (int i = 0; i < EACH; i++)
-        activations[lane + 32 * i] = own[i];
-    __syncwarp();
-    float sums[4] = {};
-#pragma unroll
-    for (int step = 0; step < STEPS; step++) {
-        // The other columns have the same token, and are not looked at.
-        FromTerms<Format> taken;
-        taken.load(activations + quad + step * DownWork<Format>::STEP_LENGTH * Format::OCTS, true);
-        scales[0].take(held[step][0], step);
-        scales[1].take(held[step][1], step);
-        multiply_step<Format>(sums, held[step][0], held[step][1], taken);
-    }
-    if (quad == 0) {
-        sums_of_path[line] = sums[0];
-        sums_of_path[line + 8] = sums[2];
-    }
-}
-
-template <typename Format, bool HAS_OTHER>
-__device__ __forceinline__ void run_down_one(const Down& call, const Banks& banks, bool is_shared_other)
+// Down projections through shared memory, for rows of KNOWN_LENGTH elements. HAS_OTHER: as of gate and up projections; the shared expert's only segment
+// is then the first unit of the first warp.
+template <typename Format, typename Batch, bool HAS_OTHER>
+__device__ __forceinline__ void run_down_slots(const Down& call, const Banks& banks, bool is_shared_other)
 {
 #if __CUDA_ARCH__ == 900
-    constexpr int THREADS = (TOP + 1) * 32;
-    __shared__ DownMemory<1> memory;
-    __shared__ Bytes16 activations[TOP + 1][KNOWN_LENGTH / 4];
-    if (!call.are_groups_ready)
-        wait_for_predecessor();
-    const int warp = threadIdx.x >> 5;
-    const Segment* segment = call.groups->each + warp;
-    const int expert = __ldcg(&segment->expert), path = __ldcg(segment->routes);
-    const DownStart<THREADS, 1> start(call);
-    const bool is_shared = warp < start.shared_segments;
-    start.store(call, memory);
-    if (warp < start.segments) {
-        if (HAS_OTHER && is_shared_other && is_shared)
-            multiply_one<Wide>(call, banks.shared, expert, path, activations[warp], memory.sums_of_paths[path]);
-        else
-            multiply_one<Format>(call, choose(is_shared, banks.shared, banks.routed), expert, path, activations[warp], memory.sums_of_paths[path]);
-    }
-    put_together<THREADS>(call, memory, start.tokens);
-#endif
-}
-
-// Several tokens through shared memory, for rows of KNOWN_LENGTH elements of eight bits.
-template <typename Format>
-__device__ __forceinline__ void run_down_slots(const Down& call, const Banks& banks)
-{
-#if __CUDA_ARCH__ == 900
-    constexpr int THREADS = SLOT_WARPS * 32;
-    __shared__ DownMemory<BATCH> memory;
+    constexpr int WARPS = Batch::WARPS, THREADS = 32 * WARPS, TOKENS = Batch::TOKENS, SLOTS = Batch::SLOTS;
+    constexpr int SLOT_BYTES = slot_bytes<Format, HAS_OTHER>();
+    __shared__ DownMemory<TOKENS> memory;
     extern __shared__ __align__(128) char dynamic[];
-    SlotMemory& slots = *reinterpret_cast<SlotMemory*>(dynamic);
+    using Memory = SlotMemory<Batch, SLOT_BYTES>;
+    Memory& slots = *reinterpret_cast<Memory*>(dynamic);
     Bytes16* halves = reinterpret_cast<Bytes16*>(slots.segments);
     if (!call.are_groups_ready)
         wait_for_predecessor();
     // The first segments come with what says how many there are.
     const Bytes16* from = reinterpret_cast<const Bytes16*>(call.groups->each);
-    const Bytes16 half = __ldcg(from + threadIdx.x);
-    const DownStart<THREADS, BATCH> start(call);
-    halves[threadIdx.x] = half;
+    constexpr int MOST = 2 * sizeof slots.segments / sizeof(Segment), FIRST = THREADS < MOST ? THREADS : MOST;
+    const Bytes16 half = __ldcg(from + min(static_cast<int>(threadIdx.x), FIRST - 1));
+    const DownStart<THREADS, TOKENS> start(call);
+    if (threadIdx.x < FIRST)
+        halves[threadIdx.x] = half;
 #pragma unroll 1
     for (int i = threadIdx.x + THREADS; i < 2 * start.segments; i += THREADS)
         halves[i] = __ldcg(from + i);
+    if (threadIdx.x < WARPS * SLOTS)
+        init_barrier(shared_address(slots.arrivals[0] + threadIdx.x), 1);
+    fence_for_copies();
     __syncthreads();
-    const DownWork<Format> work(call, banks, start.shared_segments, memory.sums_of_paths);
-    SlotStream<Format> stream(work, slots, start.segments);
     start.store(call, memory);
-    stream.run(threadIdx.x >> 5);
+    const DownWork<Format> work(call, banks, start.shared_segments, memory.sums_of_paths);
+    SlotStream<Format, Batch, SLOT_BYTES> stream(work, slots, start.segments);
+    const int unit = threadIdx.x >> 5;
+    const bool is_other = HAS_OTHER && is_shared_other && unit < start.shared_segments;
+    static_assert(!HAS_OTHER || (SLOTS <= 2 && TOKENS <= COLUMNS), "a warp has one unit of the shared expert, and one slot beside it");
+    if constexpr (HAS_OTHER)
+        if (is_other) {
+            const DownWork<Wide> other_work(call, banks, start.shared_segments, memory.sums_of_paths);
+            SlotStream<Wide, Batch, SLOT_BYTES> other(other_work, slots, start.shared_segments);
+            other.ask(unit, 0);
+            if (SLOTS > 1)
+                stream.ask(unit + WARPS, 1);
+            work.wait();
+            other.go_on(unit, 0, 0);
+            // The first slot has had a phase.
+            stream.ask(unit + SLOTS * WARPS, 0);
+            stream.go_on(unit + WARPS, 1 % SLOTS, 1);
+        }
+    if (!is_other)
+        stream.run(unit);
     put_together<THREADS>(call, memory, start.tokens);
 #endif
 }
@@ -949,58 +832,84 @@ __device__ __forceinline__ void run_down_slots(const Down& call, const Banks& ba
 #define GATE_UP_PARAMETERS                                                                                                                     \
     const char *base, const char *high, const char *scales, const char *shared_base, const char *shared_high, const char *shared_scales,       \
         int64 is_shared_other, const Bytes16 *x, int64 x_row, int64 hidden, int64 width, const Groups *groups, unsigned *act, int64 paths,     \
-        int64 handing, int64 shared_handing, int64 tiles, int64 inverse_of_tiles, int64 shared_bytes, const char *ahead, int64 ahead_bytes
+        int64 handing, int64 shared_handing, int64 tiles, int64 inverse_of_tiles, int64 shared_bytes, const char *ahead, int64 ahead_bytes,    \
+        int64 are_tokens_ready
 #define DOWN_PARAMETERS                                                                                                                        \
     const char *base, const char *high, const char *scales, const char *shared_base, const char *shared_high, const char *shared_scales,       \
         int64 is_shared_other, const unsigned *act, int64 paths, int64 hidden, int64 width, const Groups *groups, const float *alpha,          \
         const float *shared_scale, Bytes2 *dest, int64 dest_row, int64 tokens, int64 are_groups_ready
 
-#define GATE_UP_KERNEL(name, format, tiles_of_unit, stages, has_other, one)                                                                    \
+#define GATE_UP_ARGUMENTS                                                                                                                      \
+    GateUp { x, x_row, hidden, width, groups, act, paths, static_cast<int>(handing), static_cast<int>(shared_handing),                         \
+             divisor_of(tiles, inverse_of_tiles), shared_bytes, ahead, ahead_bytes, are_tokens_ready != 0 },                                   \
+        Banks { { base, high, scales }, { shared_base, shared_high, shared_scales } }, is_shared_other != 0
+
+#define GATE_UP_KERNEL(name, format, tiles_of_unit, stages, has_other)                                                                         \
     extern "C" __global__ void __launch_bounds__(GATE_WARPS * 32, GATE_BLOCKS) gpukit_gate_up_##name(GATE_UP_PARAMETERS)                       \
     {                                                                                                                                          \
-        run_gate_up<format, tiles_of_unit, stages, has_other, one>(                                                                            \
-            GateUp { x, x_row, hidden, width, groups, act, paths, static_cast<int>(handing), static_cast<int>(shared_handing),                 \
-                     divisor_of(tiles, inverse_of_tiles), shared_bytes, ahead, ahead_bytes },                                                  \
-            Banks { { base, high, scales }, { shared_base, shared_high, shared_scales } }, is_shared_other != 0);                              \
+        run_gate_up<format, tiles_of_unit, stages, has_other>(GATE_UP_ARGUMENTS);                                                              \
     }
+
+#define GATE_UP_FEW_KERNEL(name, format, has_other)                                                                                            \
+    extern "C" __global__ void __launch_bounds__(GATE_WARPS * 32, GATE_BLOCKS) gpukit_gate_up_few_##name(GATE_UP_PARAMETERS)                   \
+    {                                                                                                                                          \
+        run_gate_up_slots<format, has_other>(GATE_UP_ARGUMENTS);                                                                               \
+    }
+
+#define GATE_UP_ONE_KERNEL(name, format, unrolled, has_other)                                                                                  \
+    extern "C" __global__ void __maxnreg__(GATE_ONE_REGISTERS) gpukit_gate_up_one_##name(GATE_UP_PARAMETERS)                                   \
+    {                                                                                                                                          \
+        run_gate_up_one<format, unrolled, has_other>(GATE_UP_ARGUMENTS);                                                                       \
+    }
+
+#define DOWN_ARGUMENTS                                                                                                                         \
+    Down { act, paths, hidden, width, groups, alpha, shared_scale, dest, dest_row, tokens, are_groups_ready },                                 \
+        Banks { { base, high, scales }, { shared_base, shared_high, shared_scales } }, is_shared_other != 0
 
 #define DOWN_KERNEL(name, format, stages, has_other)                                                                                           \
     extern "C" __global__ void __launch_bounds__(DOWN_WARPS * 32, 1) gpukit_down_##name(DOWN_PARAMETERS)                                       \
     {                                                                                                                                          \
-        run_down<format, stages, has_other>(                                                                                                   \
-            Down { act, paths, hidden, width, groups, alpha, shared_scale, dest, dest_row, tokens, are_groups_ready },                         \
-            Banks { { base, high, scales }, { shared_base, shared_high, shared_scales } }, is_shared_other != 0);                              \
+        run_down<format, stages, has_other>(DOWN_ARGUMENTS);                                                                                   \
+    }
+
+#define DOWN_SLOTS_KERNEL(name, format, batch, has_other)                                                                                      \
+    extern "C" __global__ void __launch_bounds__(batch::WARPS * 32, 1) gpukit_down_##name(DOWN_PARAMETERS)                                     \
+    {                                                                                                                                          \
+        run_down_slots<format, batch, has_other>(DOWN_ARGUMENTS);                                                                              \
     }
 
 #define DOWN_ONE_KERNEL(name, format, has_other)                                                                                               \
-    extern "C" __global__ void __launch_bounds__((TOP + 1) * 32, 1) gpukit_down_one_##name(DOWN_PARAMETERS)                                    \
+    extern "C" __global__ void __maxnreg__(DOWN_ONE_REGISTERS) gpukit_down_one_##name(DOWN_PARAMETERS)                                         \
     {                                                                                                                                          \
-        run_down_one<format, has_other>(                                                                                                       \
-            Down { act, paths, hidden, width, groups, alpha, shared_scale, dest, dest_row, tokens, are_groups_ready },                         \
-            Banks { { base, high, scales }, { shared_base, shared_high, shared_scales } }, is_shared_other != 0);                              \
+        run_down_one<format, has_other>(DOWN_ARGUMENTS);                                                                                       \
     }
 
-#define DOWN_SLOTS_KERNEL(name, format)                                                                                                        \
-    extern "C" __global__ void __launch_bounds__(SLOT_WARPS * 32, 1) gpukit_down_slots_##name(DOWN_PARAMETERS)                                 \
-    {                                                                                                                                          \
-        run_down_slots<format>(Down { act, paths, hidden, width, groups, alpha, shared_scale, dest, dest_row, tokens, are_groups_ready },      \
-                               Banks { { base, high, scales }, { shared_base, shared_high, shared_scales } });                                 \
-    }
+#define MOE_KERNELS(name, format, tiles_of_unit, stages, unrolled_of_one, down_stages, has_other)                                              \
+    GATE_UP_KERNEL(name, format, tiles_of_unit, stages, has_other)                                                                             \
+    GATE_UP_ONE_KERNEL(name, format, unrolled_of_one, has_other)                                                                               \
+    DOWN_KERNEL(name, format, down_stages, has_other)
 
-#define MOE_KERNELS(name, format, tiles_of_unit, stages, tiles_of_one, stages_of_one, down_stages, has_other)                                  \
-    GATE_UP_KERNEL(name, format, tiles_of_unit, stages, has_other, false)                                                                      \
-    GATE_UP_KERNEL(one_##name, format, tiles_of_one, stages_of_one, has_other, true)                                                           \
-    DOWN_KERNEL(name, format, down_stages, has_other)                                                                                          \
+// Through shared memory few and single tokens of a format whose elements are more work than their bytes.
+#define MOE_KERNELS_OF_FEW(name, format, has_other)                                                                                            \
+    GATE_UP_FEW_KERNEL(name, format, has_other)                                                                                                \
+    DOWN_SLOTS_KERNEL(few_##name, format, FewTokens, has_other)                                                                                \
     DOWN_ONE_KERNEL(name, format, has_other)
 
 // Stages: enough bytes on their way, within the registers that the blocks of a multiprocessor leave each other. Measured on an H200: more warps with
-// fewer registers lose 2 to 15 %, two tiles gain 5 % in fp8 and lose 1 to 5 % in bf16; for one token they gain 4 % in q4 and 1 % in w8.
-MOE_KERNELS(bf16, Bf16, 1, 8, 1, 8, 8, false)
-MOE_KERNELS(fp8, Fp8, 2, 2, 2, 2, 4, false)
-MOE_KERNELS(q4, Split<4>, 1, 8, 2, 4, 2, true)
-MOE_KERNELS(q5, Split<5>, 1, 8, 2, 4, 4, true)
-MOE_KERNELS(q6, Split<6>, 1, 8, 1, 8, 4, true)
-MOE_KERNELS(w8, Wide, 1, 8, 2, 4, 4, false)
+// fewer registers lose 2 to 15 %, two tiles gain 5 % in fp8 and lose 1 to 5 % in bf16.
+MOE_KERNELS(bf16, Bf16, 1, 8, 4, 8, false)
+MOE_KERNELS(fp8, Fp8, 2, 2, 2, 4, false)
+MOE_KERNELS(q4, Split<4>, 1, 8, 3, 2, true)
+MOE_KERNELS(q5, Split<5>, 1, 8, 3, 4, true)
+MOE_KERNELS(q6, Split<6>, 1, 8, 3, 4, true)
+MOE_KERNELS(w8, Wide, 1, 8, 4, 4, false)
 
-DOWN_SLOTS_KERNEL(fp8, Fp8)
-DOWN_SLOTS_KERNEL(w8, Wide)
+MOE_KERNELS_OF_FEW(fp8, Fp8, false)
+MOE_KERNELS_OF_FEW(q4, Split<4>, true)
+MOE_KERNELS_OF_FEW(q5, Split<5>, true)
+MOE_KERNELS_OF_FEW(q6, Split<6>, true)
+MOE_KERNELS_OF_FEW(w8, Wide, false)
+
+DOWN_SLOTS_KERNEL(one_bf16, Bf16, OneToken, false)
+DOWN_SLOTS_KERNEL(slots_fp8, Fp8, ManyTokens, false)
+DOWN_SLOTS_KERNEL(slots_w8, Wide, ManyTokens, false)

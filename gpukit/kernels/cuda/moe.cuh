@@ -23,6 +23,12 @@ constexpr int KNOWN_LENGTH = 512;
 // As many segments as there can be, and more: those of units that are looked up before it is known how many there are.
 constexpr int MOST_SEGMENTS = MOST_EXPERTS + 2 * BATCH;
 
+// The smaller of two constants.
+__device__ constexpr int least(int one, int other)
+{
+    return one < other ? one : other;
+}
+
 // Up to eight tokens of an expert.
 struct Segment {
     int expert;
@@ -101,6 +107,29 @@ __device__ __forceinline__ Bytes8 load_weights(const Bytes8* address, CachePolic
     return v;
 }
 
+// What others want too, or whose neighbours in a line come next: in the order of the program, as `__ldg`, which comes behind a wait that it stands before,
+// is not.
+__device__ __forceinline__ Bytes16 load_in_order(const Bytes16* address)
+{
+    Bytes16 v;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ Bytes4 load_in_order(const Bytes4* address)
+{
+    Bytes4 v;
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ Bytes2 load_in_order(const Bytes2* address)
+{
+    Bytes2 v;
+    asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(address) : "memory");
+    return v;
+}
+
 // The same, where they are wanted; else `v` stays what it is. No branch: the compiler tells loads apart only on a straight line.
 __device__ __forceinline__ void load_wanted(Bytes16& v, const Bytes16* address, CachePolicy policy, bool is_wanted)
 {
@@ -116,7 +145,7 @@ __device__ __forceinline__ void load_wanted(Bytes8& v, const Bytes8* address, Ca
                  : "+r"(v.x), "+r"(v.y) : "l"(address), "l"(policy), "r"(static_cast<int>(is_wanted)) : "memory");
 }
 
-// The same, as others of the block want it too.
+// What others of the block want too, where it is wanted.
 __device__ __forceinline__ void load_wanted(Bytes16& v, const Bytes16* address, bool is_wanted)
 {
     asm volatile("{\n.reg .pred is_wanted;\nsetp.ne.u32 is_wanted, %5, 0;\n@is_wanted ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
@@ -180,6 +209,8 @@ struct Bf16 {
 
     static __device__ __forceinline__ void load_high(Raw&, const Row&, int) {}
 
+    static __device__ __forceinline__ void take_high(Raw&, const char*, int) {}
+
     static __device__ __forceinline__ void load_scale(Raw&, const Row&, int) {}
 
     static __device__ __forceinline__ void take_scale(Raw&, unsigned, int) {}
@@ -217,9 +248,11 @@ struct Fp8 {
 
     static __device__ __forceinline__ void load_high(Raw&, const Row&, int) {}
 
+    static __device__ __forceinline__ void take_high(Raw&, const char*, int) {}
+
     static __device__ __forceinline__ void load_scale(Raw& raw, const Row& row, int step)
     {
-        raw.scale = __ldg(reinterpret_cast<const float*>(row.scales) + (step >> 1));
+        raw.scale = reinterpret_cast<const float*>(row.scales)[step >> 1];
     }
 
     static __device__ __forceinline__ void take_scale(Raw& raw, unsigned pair, int)
@@ -274,14 +307,23 @@ struct Split {
     static __device__ __forceinline__ void load_high(Raw& raw, const Row& row, int step)
     {
         if (BITS == 5)
-            raw.high = __ldg(reinterpret_cast<const Bytes2*>(row.high + HIGH_BYTES * step));
+            raw.high = load_in_order(reinterpret_cast<const Bytes2*>(row.high + HIGH_BYTES * step));
         if (BITS == 6)
-            raw.high = __ldg(reinterpret_cast<const Bytes4*>(row.high + HIGH_BYTES * step));
+            raw.high = load_in_order(reinterpret_cast<const Bytes4*>(row.high + HIGH_BYTES * step));
+    }
+
+    // The same, from shared memory.
+    static __device__ __forceinline__ void take_high(Raw& raw, const char* from, int quad)
+    {
+        if (BITS == 5)
+            raw.high = reinterpret_cast<const Bytes2*>(from)[quad];
+        if (BITS == 6)
+            raw.high = reinterpret_cast<const Bytes4*>(from)[quad];
     }
 
     static __device__ __forceinline__ void load_scale(Raw& raw, const Row& row, int step)
     {
-        raw.scale = __ldg(reinterpret_cast<const Bytes2*>(row.scales) + step);
+        raw.scale = reinterpret_cast<const Bytes2*>(row.scales)[step];
     }
 
     static __device__ __forceinline__ void take_scale(Raw& raw, unsigned pair, int step)
@@ -305,8 +347,8 @@ struct Split {
         const unsigned low = oct ? raw.base.y : raw.base.x;
         unsigned above = 0;
         if (BITS == 5) {
-            const unsigned own = raw.high >> 8 * oct & 0xff;
-            above = own << 4 | own << 16;
+            // As a product, and shifted to the left below: the unit for logic and for shifts to the right has the most to do.
+            above = (raw.high >> 8 * oct & 0xff) * (1u << 1 | 1u << 13);
         } else if (BITS == 6) {
             const unsigned own = raw.high >> 16 * oct & 0xffff;
             above = own << 4 | own << 12;
@@ -315,7 +357,7 @@ struct Split {
         for (int i = 0; i < 4; i++) {
             unsigned bits = masked_xor(low >> 4 * i, 0x000f000fu, TURN);
             if (EXTRA)
-                bits = masked_xor(above >> EXTRA * i, ((1u << EXTRA) - 1) * 0x00100010u, bits);
+                bits = masked_xor(BITS == 5 ? above << (3 - i) : above >> EXTRA * i, ((1u << EXTRA) - 1) * 0x00100010u, bits);
             pairs[i] = multiply_add_pair(bits, 0x3f803f80u, TURN | SIGN | SIGN << 16);
         }
     }
@@ -343,9 +385,11 @@ struct Wide {
 
     static __device__ __forceinline__ void load_high(Raw&, const Row&, int) {}
 
+    static __device__ __forceinline__ void take_high(Raw&, const char*, int) {}
+
     static __device__ __forceinline__ void load_scale(Raw& raw, const Row& row, int step)
     {
-        raw.scale = __ldg(reinterpret_cast<const Bytes2*>(row.scales) + step);
+        raw.scale = reinterpret_cast<const Bytes2*>(row.scales)[step];
     }
 
     static __device__ __forceinline__ void take_scale(Raw& raw, unsigned pair, int step)
@@ -426,7 +470,7 @@ struct RowScales {
         if constexpr (IS_THERE)
 #pragma unroll
             for (int i = 0; i < STEPS / 8; i++)
-                words[i] = __ldg(reinterpret_cast<const Bytes16*>(row.scales) + i);
+                words[i] = load_in_order(reinterpret_cast<const Bytes16*>(row.scales) + i);
     }
 
     // The same, from shared memory.
@@ -451,6 +495,15 @@ __device__ __forceinline__ void multiply_oct(float (&sums)[4], const unsigned (&
     const unsigned first[4] = {upper[0], lower[0], upper[1], lower[1]}, second[4] = {upper[2], lower[2], upper[3], lower[3]};
     multiply_tiles(sums, first, tokens[0], tokens[1]);
     multiply_tiles(sums, second, tokens[2], tokens[3]);
+}
+
+// The same where it is wanted, by all lanes or by none.
+__device__ __forceinline__ void multiply_oct(
+    float (&sums)[4], const unsigned (&upper)[4], const unsigned (&lower)[4], const unsigned (&tokens)[4], bool is_wanted)
+{
+    const unsigned first[4] = {upper[0], lower[0], upper[1], lower[1]}, second[4] = {upper[2], lower[2], upper[3], lower[3]};
+    multiply_tiles(sums, first, tokens[0], tokens[1], is_wanted);
+    multiply_tiles(sums, second, tokens[2], tokens[3], is_wanted);
 }
 
 // How far apart in an oct the two elements of a pair are.
@@ -515,10 +568,11 @@ __device__ __forceinline__ unsigned word_of_oct(float value, const Handing& hand
     return is_upper ? rest : first;
 }
 
-// A lane's octs in a step: tokens, numbers of 16 bits as they are; or activations, sums of two of them.
+// A lane's octs in a step, in sets of columns. Tokens are numbers of 16 bits as they are, a set of them.
 template <typename Format>
 struct AsTheyAre {
-    static constexpr int TERMS = 1;
+    static constexpr int SETS = 1;
+    static constexpr bool IS_SECOND_FOR_MANY = false;
     Bytes16 octs[Format::OCTS];
 
     __device__ __forceinline__ void load(const Bytes16* from, bool is_there)
@@ -528,75 +582,152 @@ struct AsTheyAre {
             octs[oct] = is_there ? from[oct] : Bytes16{};
     }
 
-    __device__ __forceinline__ void expand(int oct, unsigned (&terms)[TERMS][4]) const
+    // All columns': as of FromColumns.
+    __device__ __forceinline__ void load_in_order(const Bytes16* from)
     {
-        terms[0][0] = octs[oct].x;
-        terms[0][1] = octs[oct].y;
-        terms[0][2] = octs[oct].z;
-        terms[0][3] = octs[oct].w;
-        arrange<Format::ORDER>(terms[0]);
+#pragma unroll
+        for (int oct = 0; oct < Format::OCTS; oct++)
+            octs[oct] = ::load_in_order(from + oct);
+    }
+
+    __device__ __forceinline__ void load_wanted(const Bytes16* from, bool is_wanted)
+    {
+#pragma unroll
+        for (int oct = 0; oct < Format::OCTS; oct++)
+            ::load_wanted(octs[oct], from + oct, is_wanted);
+    }
+
+    __device__ __forceinline__ void take(int oct, unsigned (&operands)[SETS][4]) const
+    {
+        operands[0][0] = octs[oct].x;
+        operands[0][1] = octs[oct].y;
+        operands[0][2] = octs[oct].z;
+        operands[0][3] = octs[oct].w;
+        arrange<Format::ORDER>(operands[0]);
     }
 };
 
+__device__ __forceinline__ void take_vector(const Bytes16& v, unsigned (&operand)[4])
+{
+    operand[0] = v.x;
+    operand[1] = v.y;
+    operand[2] = v.z;
+    operand[3] = v.w;
+}
+
+// Activations are sums of two terms, products of which are summed up apart: here each has a set of columns.
 template <typename Format>
 struct FromTerms {
-    static constexpr int TERMS = 2;
-    Bytes16 octs[Format::OCTS][TERMS];
+    static constexpr int SETS = 2;
+    static constexpr bool IS_SECOND_FOR_MANY = false;
+    Bytes16 octs[Format::OCTS][SETS];
 
     __device__ __forceinline__ void load(const Bytes16* from, bool is_there)
     {
 #pragma unroll
         for (int oct = 0; oct < Format::OCTS; oct++)
 #pragma unroll
-            for (int term = 0; term < TERMS; term++)
-                octs[oct][term] = is_there ? from[QUADS * (TERMS * oct + term)] : Bytes16{};
+            for (int set = 0; set < SETS; set++)
+                octs[oct][set] = is_there ? from[QUADS * (SETS * oct + set)] : Bytes16{};
     }
 
-    // The same at once, in the order of the program; columns without a token keep what they had, which nobody looks at.
-    __device__ __forceinline__ void load_wanted(const Bytes16* from, bool is_wanted)
+    __device__ __forceinline__ void take(int oct, unsigned (&operands)[SETS][4]) const
     {
 #pragma unroll
-        for (int oct = 0; oct < Format::OCTS; oct++)
-#pragma unroll
-            for (int term = 0; term < TERMS; term++)
-                ::load_wanted(octs[oct][term], from + QUADS * (TERMS * oct + term), is_wanted);
+        for (int set = 0; set < SETS; set++)
+            take_vector(octs[oct][set], operands[set]);
     }
+};
 
-    __device__ __forceinline__ void expand(int oct, unsigned (&terms)[TERMS][4]) const
+// Of up to HALF_COLUMNS tokens one set has both: the first terms are its first columns, the second terms the others.
+constexpr int HALF_COLUMNS = COLUMNS / 2;
+
+// Where a lane's elements of a unit's activations begin, whether its column has any, else they are the first column's, and whether the unit has more
+// tokens than one set is for.
+struct Columns {
+    const Bytes16* from;
+    bool is_there;
+    bool are_many;
+};
+
+// SETS: 2, of which the second is there for many tokens, or 1, where there are never many.
+template <typename Format, int SOME_SETS>
+struct FromColumns {
+    static constexpr int SETS = SOME_SETS;
+    static constexpr bool IS_SECOND_FOR_MANY = true;
+    Bytes16 octs[Format::OCTS][SETS];
+
+    // All columns': of conditions the compiler makes branches here, each of which waits for the load in front of it.
+    __device__ __forceinline__ void load(const Columns& columns, int at)
     {
+        const Bytes16 *first = columns.from + at, *second = first + (columns.are_many ? QUADS : 0);
 #pragma unroll
-        for (int term = 0; term < TERMS; term++) {
-            const Bytes16& v = octs[oct][term];
-            terms[term][0] = v.x;
-            terms[term][1] = v.y;
-            terms[term][2] = v.z;
-            terms[term][3] = v.w;
+        for (int oct = 0; oct < Format::OCTS; oct++) {
+            octs[oct][0] = load_in_order(first + QUADS * 2 * oct);
+            if (SETS > 1)
+                octs[oct][SETS - 1] = load_in_order(second + QUADS * 2 * oct);
         }
+    }
+
+    // Between other instructions; columns without a token keep what they had, which nobody looks at.
+    __device__ __forceinline__ void load_wanted(const Columns& columns, int at, bool is_wanted)
+    {
+        const Bytes16* first = columns.from + at;
+#pragma unroll
+        for (int oct = 0; oct < Format::OCTS; oct++) {
+            ::load_wanted(octs[oct][0], first + QUADS * 2 * oct, is_wanted && columns.is_there);
+            if (SETS > 1)
+                ::load_wanted(octs[oct][SETS - 1], first + QUADS * (2 * oct + 1), is_wanted && columns.is_there && columns.are_many);
+        }
+    }
+
+    __device__ __forceinline__ void take(int oct, unsigned (&operands)[SETS][4]) const
+    {
+#pragma unroll
+        for (int set = 0; set < SETS; set++)
+            take_vector(octs[oct][set], operands[set]);
     }
 };
 
 // sums += a step of 16 rows times the tokens.
 template <typename Format, typename Activations>
-__device__ __forceinline__ void multiply_step(
-    float (&sums)[4], const typename Format::Raw& upper, const typename Format::Raw& lower, const Activations& taken)
+__device__ __forceinline__ void multiply_step(float (&sums)[Activations::SETS][4], const typename Format::Raw& upper,
+                                              const typename Format::Raw& lower, const Activations& taken, bool are_many = true)
 {
-    float products[4] = {};
-    float(&target)[4] = Format::HAS_SCALE ? products : sums;
+    constexpr int SETS = Activations::SETS;
+    float products[SETS][4] = {};
+    float(&target)[SETS][4] = Format::HAS_SCALE ? products : sums;
 #pragma unroll
     for (int oct = 0; oct < Format::OCTS; oct++) {
-        unsigned one[4], other[4], terms[Activations::TERMS][4];
+        unsigned one[4], other[4], operands[SETS][4];
         Format::expand(upper, oct, one);
         Format::expand(lower, oct, other);
-        taken.expand(oct, terms);
-#pragma unroll
-        for (int term = 0; term < Activations::TERMS; term++)
-            multiply_oct(target, one, other, terms[term]);
+        taken.take(oct, operands);
+        multiply_oct(target[0], one, other, operands[0]);
+        if (SETS > 1 && Activations::IS_SECOND_FOR_MANY)
+            multiply_oct(target[SETS - 1], one, other, operands[SETS - 1], are_many);
+        else if (SETS > 1)
+            multiply_oct(target[SETS - 1], one, other, operands[SETS - 1]);
     }
     if (Format::HAS_SCALE) {
         const float of_upper = Format::scale(upper), of_lower = Format::scale(lower);
-        sums[0] = fmaf(of_upper, products[0], sums[0]);
-        sums[1] = fmaf(of_upper, products[1], sums[1]);
-        sums[2] = fmaf(of_lower, products[2], sums[2]);
-        sums[3] = fmaf(of_lower, products[3], sums[3]);
+#pragma unroll
+        for (int set = 0; set < SETS; set++) {
+            sums[set][0] = fmaf(of_upper, products[set][0], sums[set][0]);
+            sums[set][1] = fmaf(of_upper, products[set][1], sums[set][1]);
+            sums[set][2] = fmaf(of_lower, products[set][2], sums[set][2]);
+            sums[set][3] = fmaf(of_lower, products[set][3], sums[set][3]);
+        }
+    }
+}
+
+// sums[0] becomes the sum of both terms, where one set may have them: in the lanes of its first columns.
+template <int SETS>
+__device__ __forceinline__ void add_terms(float (&sums)[SETS][4], bool are_many)
+{
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float other = __shfl_xor_sync(~0u, sums[0][i], HALF_COLUMNS / 2);
+        sums[0][i] += SETS > 1 && are_many ? sums[SETS - 1][i] : other;
     }
 }

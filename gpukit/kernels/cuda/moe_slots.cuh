@@ -1,53 +1,101 @@
-// Down projections through shared memory, where rows of eight bits have KNOWN_LENGTH elements. A warp has units as in `stream`, each in a slot of its
-// own, where it comes by copies in bulk. Loads of weights take a scoreboard, of which the compiler has few: it lets them share one with loads of
-// activations, so that whoever waits for these waits for memory. Copies take none, and registers are left for the activations of a whole unit.
+// Down projections through shared memory, where rows have KNOWN_LENGTH elements. A warp has units as in `stream`, each in a slot of its own, where it
+// comes by copies in bulk. Loads of weights take a scoreboard, of which the compiler has few: it lets them share one with loads of activations, so
+// that whoever waits for these waits for memory. Copies take none, and registers are left for the activations of a whole unit.
 
 #pragma once
 
 #include "moe_stream.cuh"
 #include "staging.cuh"
 
-// With more warps a scheduler has three of 168 registers instead of two of 255.
-constexpr int SLOT_WARPS = 8;
-constexpr int SLOTS = 2;
-constexpr int SLOT_BYTES = 8704;
+// Batches of three sizes: most tokens, warps, each of which has units of its own, and their slots.
+struct ManyTokens {
+    static constexpr int TOKENS = BATCH, WARPS = 8, SLOTS = 2;
+};
+
+// Activations of a unit are half as many registers as those of more tokens.
+struct FewTokens {
+    static constexpr int TOKENS = HALF_COLUMNS, WARPS = 12, SLOTS = 2;
+};
+
+struct OneToken {
+    static constexpr int TOKENS = 1, WARPS = TOP + 1, SLOTS = 1;
+};
 
 // Where a tile's planes are in its slot: what lies one behind the other in the bank.
 template <typename Format>
 struct Slot {
     static constexpr int STEPS = KNOWN_LENGTH / Format::STEP;
-    static constexpr int ROW = STEPS * Format::STEP_BYTES, SCALES_ROW = 2 * STEPS;
-    static constexpr int BASE = TILE * ROW, SCALES = TILE * SCALES_ROW;
-    static_assert(Format::HIGH_BYTES == 0 && Format::HAS_SCALE && BASE + SCALES <= SLOT_BYTES, "a tile of eight bits fits");
+    static constexpr int ROW = STEPS * Format::STEP_BYTES, HIGH_ROW = STEPS * Format::HIGH_BYTES, SCALES_ROW = Format::HAS_SCALE ? 2 * STEPS : 0;
+    static constexpr int HIGH = TILE * ROW, SCALES = HIGH + TILE * HIGH_ROW, BYTES = SCALES + TILE * SCALES_ROW;
+
+    // One thread asks for the tile from a row on, when all are done with what the slot had.
+    static __device__ __forceinline__ void ask(const Bank& bank, int64 row, const void* slot, const uint64* barrier)
+    {
+        const unsigned to = shared_address(slot), arrival = shared_address(barrier);
+        const CachePolicy policy = policy_evict_first();
+        arrive_and_expect(arrival, BYTES);
+        copy_in_bulk(to, bank.base + row * ROW, TILE * ROW, arrival, policy);
+        if (HIGH_ROW)
+            copy_in_bulk(to + HIGH, bank.high + row * HIGH_ROW, TILE * HIGH_ROW, arrival, policy);
+        if (SCALES_ROW)
+            copy_in_bulk(to + SCALES, bank.scales + row * SCALES_ROW, TILE * SCALES_ROW, arrival, policy);
+    }
+
+    // Where this lane's scales are, of its row in a half of the tile.
+    static __device__ __forceinline__ const char* scales(const char* slot, int half)
+    {
+        return slot + SCALES + ((threadIdx.x & 31) / 4 + 8 * half) * SCALES_ROW;
+    }
+
+    // All but the scale of this lane's part of a step.
+    static __device__ __forceinline__ void take(const char* slot, int half, int step, typename Format::Raw& held)
+    {
+        const int row = (threadIdx.x & 31) / 4 + 8 * half, quad = threadIdx.x & 3;
+        held.base = reinterpret_cast<const decltype(held.base)*>(slot + row * ROW + step * Format::STEP_BYTES)[quad];
+        Format::take_high(held, slot + HIGH + row * HIGH_ROW + step * Format::HIGH_BYTES, quad);
+    }
+
+    static __device__ __forceinline__ void take_scale(const char* slot, int half, int step, typename Format::Raw& held)
+    {
+        Format::load_scale(held, {nullptr, nullptr, scales(slot, half)}, step);
+    }
 };
 
+// Bytes of a slot for a format, and for eight bits where the shared expert may be in them.
+template <typename Format, bool HAS_OTHER>
+__device__ __forceinline__ constexpr int slot_bytes()
+{
+    return HAS_OTHER && Slot<Wide>::BYTES > Slot<Format>::BYTES ? Slot<Wide>::BYTES : Slot<Format>::BYTES;
+}
+
+template <typename Batch, int SLOT_BYTES>
 struct SlotMemory {
-    char slots[SLOT_WARPS][SLOTS][SLOT_BYTES];
-    Segment segments[MOST_SEGMENTS];
-    uint64 arrivals[SLOT_WARPS][SLOTS];
+    char slots[Batch::WARPS][Batch::SLOTS][SLOT_BYTES];
+    Segment segments[Batch::TOKENS > HALF_COLUMNS ? MOST_SEGMENTS : Batch::TOKENS * TOP + 1];
+    uint64 arrivals[Batch::WARPS][Batch::SLOTS];
 };
 
-// A warp's units, SLOT_WARPS segments apart.
-template <typename Format>
+// A warp's units, as many segments apart as there are warps.
+template <typename Format, typename Batch, int SLOT_BYTES>
 struct SlotStream {
     using Own = Slot<Format>;
-    static constexpr int STEPS = Own::STEPS;
+    static constexpr int STEPS = Own::STEPS, WARPS = Batch::WARPS, SLOTS = Batch::SLOTS;
+    using Activations = FromColumns<Format, Batch::TOKENS <= HALF_COLUMNS ? 1 : 2>;
+    static_assert(Own::BYTES <= SLOT_BYTES, "a tile fits");
     const DownWork<Format>& work;
     const Segment* segments;
     char (*slots)[SLOT_BYTES];
     uint64* arrivals;
     int end;
-    FromTerms<Format> taken[STEPS];
+    Activations taken[STEPS];
+    static constexpr int LENGTH = DownWork<Format>::STEP_LENGTH * Format::OCTS;
 
-    __device__ __forceinline__ SlotStream(const DownWork<Format>& work, SlotMemory& memory, int end)
-        : work(work), segments(memory.segments), slots(memory.slots[threadIdx.x >> 5]), arrivals(memory.arrivals[threadIdx.x >> 5]), end(end), taken{}
+    __device__ __forceinline__ SlotStream(const DownWork<Format>& work, SlotMemory<Batch, SLOT_BYTES>& memory, int end)
+        : work(work), segments(memory.segments), slots(memory.slots[threadIdx.x >> 5]), arrivals(memory.arrivals[threadIdx.x >> 5]), end(end)
     {
-        if ((threadIdx.x & 31) < SLOTS)
-            init_barrier(shared_address(arrivals + (threadIdx.x & 31)), 1);
-        fence_for_copies();
-        __syncwarp();
     }
 
+    // Of which this stream takes the expert, the tokens and their routes.
     __device__ __forceinline__ Place place(int unit) const
     {
         Place place;
@@ -59,76 +107,71 @@ struct SlotStream {
     // One lane asks for a unit, when all lanes are done with what the slot had.
     __device__ __forceinline__ void ask(int unit, int slot) const
     {
-        if (unit >= end || (threadIdx.x & 31))
+        if (unit >= end || threadIdx.x % 32)
             return;
         const Bank bank = choose(unit < work.shared_segments, work.banks.shared, work.banks.routed);
-        const int64 row = segments[unit].expert * work.call.hidden + blockIdx.x * TILE;
-        const unsigned to = shared_address(slots[slot]), arrival = shared_address(arrivals + slot);
-        const CachePolicy policy = policy_evict_first();
-        arrive_and_expect(arrival, Own::BASE + Own::SCALES);
-        copy_in_bulk(to, bank.base + row * Own::ROW, Own::BASE, arrival, policy);
-        copy_in_bulk(to + Own::BASE, bank.scales + row * Own::SCALES_ROW, Own::SCALES, arrival, policy);
-    }
-
-    __device__ __forceinline__ void load(const Place& place, int step, bool is_wanted)
-    {
-        const Bytes16* from = work.activations(place.route) + step * DownWork<Format>::STEP_LENGTH * Format::OCTS;
-        taken[step].load_wanted(from, is_wanted && place.has_token());
+        Own::ask(bank, segments[unit].expert * work.call.hidden + blockIdx.x * TILE, slots[slot], arrivals + slot);
     }
 
     // A unit's sums, with the next one's activations on their way to where its own were.
     __device__ __forceinline__ void multiply(const Place& place, const Place& next, bool has_next, int slot, unsigned phase)
     {
-        const int line = (threadIdx.x & 31) >> 2, quad = threadIdx.x & 3;
+        constexpr int SETS = Activations::SETS;
+        const Columns columns = work.columns(next);
+        const bool are_many = place.count() > HALF_COLUMNS;
         wait_for_phase(shared_address(arrivals + slot), phase);
         const char* own = slots[slot];
-        float sums[1][4] = {};
-        RowScales<Format, STEPS> scales[2];
-        scales[0].take_all(own + Own::BASE + line * Own::SCALES_ROW);
-        scales[1].take_all(own + Own::BASE + (line + 8) * Own::SCALES_ROW);
+        float sums[SETS][4] = {};
+        RowScales<Format, Format::HAS_SCALE ? STEPS : 0> scales[2];
+        scales[0].take_all(Own::scales(own, 0));
+        scales[1].take_all(Own::scales(own, 1));
 #pragma unroll
         for (int step = 0; step < STEPS; step++) {
             typename Format::Raw held[2];
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                const char* at = own + (line + 8 * half) * Own::ROW + step * Format::STEP_BYTES;
-                held[half].base = reinterpret_cast<const decltype(held[half].base)*>(at)[quad];
+                Own::take(own, half, step, held[half]);
                 scales[half].take(held[half], step);
             }
-            multiply_step<Format>(sums[0], held[0], held[1], taken[step]);
-            load(next, step, has_next);
+            multiply_step<Format>(sums, held[0], held[1], taken[step], are_many);
+            taken[step].load_wanted(columns, step * LENGTH, has_next);
         }
         __syncwarp();
-        work.finish(place, sums);
+        add_terms(sums, are_many);
+        work.store(place, sums[0]);
+    }
+
+    // From a slot on, all slots being asked for; `had`: those that have had a phase, as bits.
+    __device__ __forceinline__ void go_on(int unit, int slot, unsigned had)
+    {
+        if (unit >= end)
+            return;
+        Place own = place(unit);
+        const Columns columns = work.columns(own);
+#pragma unroll
+        for (int step = 0; step < STEPS; step++)
+            taken[step].load(columns, step * LENGTH);
+#pragma unroll 1
+        while (true) {
+            const bool has_next = unit + WARPS < end;
+            const Place next = place(has_next ? unit + WARPS : unit);
+            multiply(own, next, has_next, slot, had >> slot & 1);
+            if (!has_next)
+                return;
+            ask(unit + SLOTS * WARPS, slot);
+            had ^= 1u << slot;
+            slot = (slot + 1) % SLOTS;
+            own = next;
+            unit += WARPS;
+        }
     }
 
     __device__ __forceinline__ void run(int unit)
     {
-        if (unit >= end)
-            return;
 #pragma unroll
         for (int slot = 0; slot < SLOTS; slot++)
-            ask(unit + slot * SLOT_WARPS, slot);
+            ask(unit + slot * WARPS, slot);
         work.wait();
-        Place own = place(unit);
-#pragma unroll
-        for (int step = 0; step < STEPS; step++)
-            load(own, step, true);
-        unsigned phase = 0;
-#pragma unroll 1
-        while (true) {
-#pragma unroll
-            for (int slot = 0; slot < SLOTS; slot++) {
-                const bool has_next = unit + SLOT_WARPS < end;
-                const Place next = place(has_next ? unit + SLOT_WARPS : unit);
-                multiply(own, next, has_next, slot, phase);
-                ask(unit + SLOTS * SLOT_WARPS, slot);
-                if (!has_next)
-                    return;
-                own = next;
-                unit += SLOT_WARPS;
-            }
-            phase ^= 1;
-        }
+        go_on(unit, 0, 0);
     }
 };

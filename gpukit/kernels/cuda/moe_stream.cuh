@@ -92,7 +92,7 @@ __device__ __forceinline__ void stream(Work& work, Place place, int unit, int ap
         // Behind the last unit its own once more, of which only what is small is loaded: a branch would cost more.
         const Place next = work.place(is_last ? unit : unit + apart);
         const Row next_row = row_of(next);
-        float sums[TILES][4] = {};
+        float sums[TILES][Activations::SETS][4] = {};
         if constexpr (STEPS > 0) {
 #pragma unroll
             for (int step = 0; step < STEPS; step++) {
@@ -160,19 +160,29 @@ __device__ __forceinline__ void stream(Work& work, Place place, int unit, int ap
         return;
 #if __CUDA_ARCH__ == 900
     // Elsewhere registers do not suffice, or nobody has measured it.
-    if (Work::IS_ONE || work.is_usual()) {
+    if (work.is_usual()) {
         work.take_usual();
         return stream<Format, STAGES, KNOWN_LENGTH / Format::STEP>(work, place, unit, apart, units);
     }
 #endif
-    if constexpr (!Work::IS_ONE)
-        stream<Format, STAGES, 0>(work, place, unit, apart, units);
+    stream<Format, STAGES, 0>(work, place, unit, apart, units);
 }
 
 // The first unit from `first` on that is this block's or warp's: unit u belongs to number u % all.
 __device__ __forceinline__ int first_unit(int own, int all, int first)
 {
     return own >= first ? own : own + (first - own + all - 1) / all * all;
+}
+
+// A block's next unit, and how far apart its units are, once it has done those of a shared expert in eight bits, each of which takes as long as two
+// others: where there are few, as of few tokens, it has none of these.
+__device__ __forceinline__ void go_on_behind_shared(int& unit, int& apart, int shared_units, int units)
+{
+    const int all = apart;
+    if (units - shared_units <= 2 * (all - shared_units))
+        apart = all - shared_units;
+    if (unit < shared_units)
+        unit = apart < all ? units : first_unit(unit, all, shared_units);
 }
 
 struct GateUp {
@@ -189,15 +199,13 @@ struct GateUp {
     int64 shared_bytes;
     const char* ahead;
     int64 ahead_bytes;
+    // Whether x is there before the launch in front has ended.
+    bool are_tokens_ready;
 };
 
-// A warp's elements of the only token, in shared memory: loads of them, step by step, would each be waited for.
-using TokenSlice = Bytes16[KNOWN_LENGTH / 8];
-
-// A unit is tiles of 8 gate and 8 up rows for a segment; GATE_WARPS warps have slices of the rows. ONE: of one token, and the usual sizes.
-template <typename Format, int SOME_TILES, bool ONE>
+// A unit is tiles of 8 gate and 8 up rows for a segment; GATE_WARPS warps have slices of the rows.
+template <typename Format, int SOME_TILES>
 struct GateUpWork {
-    static constexpr bool IS_ONE = ONE;
     template <typename Own>
     using Activations = AsTheyAre<Own>;
     // Accesses of 16 bytes in a step, an oct of each lane being one.
@@ -206,11 +214,10 @@ struct GateUpWork {
     const GateUp& call;
     Banks banks;
     Partial* partial;  // two, in turns
-    TokenSlice& token;
     int shared_segments, all_steps, begin, own_steps, parity;
 
-    __device__ __forceinline__ GateUpWork(const GateUp& call, const Banks& banks, int shared_segments, Partial* partial, TokenSlice* token)
-        : call(call), banks(banks), partial(partial), token(token[ONE ? threadIdx.x >> 5 : 0]), shared_segments(shared_segments)
+    __device__ __forceinline__ GateUpWork(const GateUp& call, const Banks& banks, int shared_segments, Partial* partial)
+        : call(call), banks(banks), partial(partial), shared_segments(shared_segments)
     {
         const int warp = threadIdx.x >> 5;
         all_steps = static_cast<int>(call.hidden) / Format::STEP;
@@ -249,34 +256,21 @@ struct GateUpWork {
         begin = static_cast<int>(threadIdx.x >> 5) * own_steps;
     }
 
-    __device__ __forceinline__ void wait() const
-    {
-        if constexpr (ONE) {
-            constexpr int LENGTH = sizeof(TokenSlice) / sizeof(Bytes16);
-            static_assert(LENGTH == 2 * 32, "a lane has two accesses of a slice");
-            const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-            const Bytes16 first = call.x[warp * LENGTH + lane], second = call.x[warp * LENGTH + lane + 32];
-            token[lane] = first;
-            token[lane + 32] = second;
-            __syncwarp();
-        }
-    }
+    __device__ __forceinline__ void wait() const {}
 
     __device__ __forceinline__ const Bytes16* activations(int route) const
     {
-        if (ONE)
-            return token + (threadIdx.x & 3) * Format::OCTS;
         return call.x + (route >> 4) * call.x_row + (begin * STEP_LENGTH + (threadIdx.x & 3)) * Format::OCTS;
     }
 
-    __device__ __forceinline__ void finish(const Place& place, const float (&sums)[TILES][4])
+    __device__ __forceinline__ void finish(const Place& place, const float (&sums)[TILES][1][4])
     {
         const int warp = threadIdx.x >> 5, line = (threadIdx.x & 31) >> 2, quad = threadIdx.x & 3;
         Partial& own = partial[parity];
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++) {
-            *reinterpret_cast<float2*>(&own[warp][tile * TILE + line][2 * quad]) = make_float2(sums[tile][0], sums[tile][1]);
-            *reinterpret_cast<float2*>(&own[warp][tile * TILE + line + 8][2 * quad]) = make_float2(sums[tile][2], sums[tile][3]);
+            *reinterpret_cast<float2*>(&own[warp][tile * TILE + line][2 * quad]) = make_float2(sums[tile][0][0], sums[tile][0][1]);
+            *reinterpret_cast<float2*>(&own[warp][tile * TILE + line + 8][2 * quad]) = make_float2(sums[tile][0][2], sums[tile][0][3]);
         }
         // A thread has a row of a tile and a column; the routes of columns are those of the lanes 4 * column.
         const int row = threadIdx.x % 8, tile = threadIdx.x / 8 % TILES, column = threadIdx.x / (8 * TILES);
@@ -325,7 +319,6 @@ struct DownMemory {
 // A unit is a segment; the block's tile of rows is the same for all. Each warp has units of its own.
 template <typename Format>
 struct DownWork {
-    static constexpr bool IS_ONE = false;
     template <typename Own>
     using Activations = FromTerms<Own>;
     static constexpr int TILES = 1, STEP_LENGTH = 8;
@@ -377,7 +370,16 @@ struct DownWork {
         return reinterpret_cast<const Bytes16*>(row) + (threadIdx.x & 3);
     }
 
-    __device__ __forceinline__ void finish(const Place& place, const float (&sums)[TILES][4]) const
+    __device__ __forceinline__ Columns columns(const Place& place) const
+    {
+        const bool are_many = place.count() > HALF_COLUMNS;
+        const int line = (threadIdx.x & 31) / 4, column = line & (are_many ? COLUMNS - 1 : HALF_COLUMNS - 1);
+        const bool is_there = column < place.count();
+        const int route = __shfl_sync(~0u, static_cast<int>(place.route), is_there ? 4 * column : 0);
+        return {activations(route) + (are_many ? 0 : line / HALF_COLUMNS * QUADS), is_there, are_many};
+    }
+
+    __device__ __forceinline__ void store(const Place& place, const float (&sums)[4]) const
     {
         const int line = (threadIdx.x & 31) >> 2, quad = threadIdx.x & 3, paths = static_cast<int>(call.paths);
 #pragma unroll
@@ -385,9 +387,81 @@ struct DownWork {
             const int route = __shfl_sync(~0u, static_cast<int>(place.route), 4 * (2 * quad + i));
             if (2 * quad + i < place.count()) {
                 float* own = sums_of_paths[(route >> 4) * paths + (route & 15)];
-                own[line] = sums[0][i];
-                own[line + 8] = sums[0][i + 2];
+                own[line] = sums[i];
+                own[line + 8] = sums[i + 2];
             }
         }
     }
+
+    __device__ __forceinline__ void finish(const Place& place, float (&sums)[1][2][4]) const
+    {
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            sums[0][0][i] += sums[0][1][i];
+        store(place, sums[0][0]);
+    }
 };
+
+// What a block of down projections is given: the groups, and what the sums are put together with, which is asked for with them, all at once, and
+// comes to shared memory.
+template <int THREADS, int TOKENS>
+struct DownStart {
+    static constexpr int EACH = (TOKENS * TILE + THREADS - 1) / THREADS;
+    int segments, shared_segments;
+    uint64 tokens;
+    float weight[EACH];
+    Bytes2 residual[EACH];
+
+    __device__ __forceinline__ explicit DownStart(const Down& call)
+    {
+        const int paths = static_cast<int>(call.paths), weights = static_cast<int>(call.tokens) * paths, rows = static_cast<int>(call.tokens) * TILE;
+        const Bytes16 header = __ldcg(reinterpret_cast<const Bytes16*>(call.groups));
+        segments = header.x;
+        shared_segments = header.y;
+        tokens = header.z | static_cast<uint64>(header.w) << 32;
+#pragma unroll
+        for (int e = 0; e < EACH; e++) {
+            const int i = threadIdx.x + e * THREADS, token = i / paths, path = i - token * paths;
+            if (i < weights)
+                weight[e] = __ldcg(path < TOP ? call.alpha + token * TOP + path : call.shared_scale + token);
+            if (i < rows)
+                residual[e] = __ldcg(call.dest + i / TILE * call.dest_row + blockIdx.x * TILE + i % TILE);
+        }
+    }
+
+    __device__ __forceinline__ void store(const Down& call, DownMemory<TOKENS>& memory) const
+    {
+        const int weights = static_cast<int>(call.tokens * call.paths), rows = static_cast<int>(call.tokens) * TILE;
+#pragma unroll
+        for (int e = 0; e < EACH; e++) {
+            const int i = threadIdx.x + e * THREADS;
+            if (i < weights)
+                memory.weights[i] = weight[e];
+            if (i < rows)
+                memory.residuals[i] = bf16_to_float(residual[e]);
+        }
+    }
+};
+
+// The end of a block: what its warps have left in shared memory, put together for each token and row.
+template <int THREADS, int TOKENS>
+__device__ __forceinline__ void put_together(const Down& call, const DownMemory<TOKENS>& memory, uint64 tokens)
+{
+    const int paths = static_cast<int>(call.paths);
+    wait_for_predecessor();
+    release_successor();
+    __syncthreads();
+#pragma unroll 1
+    for (int i = threadIdx.x; i < call.tokens * TILE; i += THREADS) {
+        const int row = i % TILE, token = i / TILE;
+        if (!(tokens >> token & 1))
+            continue;
+        float sum = memory.residuals[i];
+#pragma unroll
+        for (int rank = 0; rank < TOP; rank++)
+            sum = fmaf(memory.weights[token * paths + rank], memory.sums_of_paths[token * paths + rank][row], sum);
+        if (paths > TOP)
+            sum = fmaf(memory.weights[token * paths + TOP], memory.sums_of_paths[token * paths + TOP][row], sum);
+        call.dest[token * call.dest_row + blockIdx.x * TILE + row] = float_to_bf16(sum);
+    }
+}

@@ -1,0 +1,157 @@
+"""The kernels of the schedule "decode" for gate, up and down projections, and which of them is for a batch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from gpukit.kernels._moe import TOP
+from gpukit.launch import Kernel
+
+FORMATS = ("bf16", "fp8", "q4", "q5", "q6", "w8")
+# What reads tokens again and again lives off the L1, which kernels with much shared memory leave small: where nobody said so, 64 tokens in fp8 took
+# 242 µs, not 199. A quarter of it holds the shared memory of all blocks.
+CARVEOUT = 28
+# For what shares a multiprocessor with other kernels, as much shared memory as there is.
+_ALL = 100
+# Kernels tuned for sizes are for the devices that they have been measured on, elements of rows being these.
+_HOPPER = (9, 0)
+USUAL_HIDDEN, USUAL_WIDTH = 2048, 512
+
+# Constants of cuda/moe.cuh, moe_stream.cuh, moe_slots.cuh, moe_gate_slots.cuh, moe_one.cuh and moe.cu.
+_TILE = 16
+GATE_WARPS = 4
+DOWN_WARPS = 12
+# Blocks of the gate and up projections that fit on a multiprocessor.
+GATE_BLOCKS = 3
+# Tiles of 8 gate and up rows in a unit of work.
+GATE_TILES = {"bf16": 1, "fp8": 2, "q4": 1, "q5": 1, "q6": 1, "w8": 1}
+# Most tokens that are few.
+FEW_TOKENS = 4
+# Most segments of a batch, of few tokens and of one; and sizeof(Segment).
+MOST_SEGMENTS, FEW_SEGMENTS, ONE_SEGMENTS, _SEGMENT_BYTES = 384, FEW_TOKENS * TOP + 1, TOP + 1, 32
+# Warps of down projections through shared memory, and their slots, for many and for few tokens.
+SLOT_WARPS, FEW_SLOT_WARPS, SLOTS = 8, 12, 2
+GATE_SLOTS_BYTES, MOST_GATE_SLOTS, GATE_GROUPS = 70656, 4, 2
+# A block that needs more than half of a multiprocessor's shared memory is alone there, beside those of other kernels.
+_MORE_THAN_HALF = 116 * 1024
+
+
+class _Step(NamedTuple):
+    """A step of a row: its elements, and bytes of its base, its high bits and its scale."""
+
+    elements: int
+    base: int
+    high: int = 0
+    scale: int = 0
+
+
+STEPS = {
+    "bf16": _Step(32, 64),
+    "fp8": _Step(64, 64, 0, 2),
+    "q4": _Step(64, 32, 0, 2),
+    "q5": _Step(64, 32, 8, 2),
+    "q6": _Step(64, 32, 16, 2),
+    "w8": _Step(32, 32, 0, 2),
+}
+
+
+def _with_other(kind: str) -> bool:
+    """Whether the shared expert may be in eight bits where the others are not."""
+    return kind in ("q4", "q5", "q6")
+
+
+def _tile_bytes(kind: str, length: int, padding: int = 0) -> int:
+    """Bytes of a tile of rows in shared memory."""
+    step = STEPS[kind]
+    return _TILE * (length // step.elements * (step.base + step.high + step.scale) + padding * step.base)
+
+
+def _down_slot(kind: str) -> int:
+    """Bytes of a slot of the down projections, with its barrier."""
+    tile = _tile_bytes(kind, USUAL_WIDTH)
+    return 8 + (max(tile, _tile_bytes("w8", USUAL_WIDTH)) if _with_other(kind) else tile)
+
+
+def down_slots_bytes(kind: str, warps: int, slots: int, segments: int) -> int:
+    """sizeof(SlotMemory)"""
+    return warps * slots * _down_slot(kind) + segments * _SEGMENT_BYTES
+
+
+def down_one_bytes(kind: str) -> int:
+    """sizeof(DownOneMemory): slots, and products of the shared expert's octs in two terms."""
+    return (TOP + 1) * _down_slot(kind) + USUAL_WIDTH // 32 * 2 * _TILE * 4
+
+
+def gate_few_bytes() -> int:
+    """sizeof(GateSlotMemory)"""
+    return GATE_SLOTS_BYTES + 2 * MOST_GATE_SLOTS * 8 + FEW_SEGMENTS * _SEGMENT_BYTES
+
+
+def gate_one_bytes(kind: str) -> int:
+    """sizeof(GateOneMemory), but more than half of what a multiprocessor has: slots, barriers, the token once or in two orders, sums and experts."""
+    slots = (1 if kind == "bf16" else 2) * _tile_bytes(kind, USUAL_HIDDEN, padding=1)
+    if _with_other(kind):
+        slots = max(slots, _tile_bytes("w8", USUAL_HIDDEN, padding=1))
+    tokens = (2 if _with_other(kind) else 1) * 2 * USUAL_HIDDEN
+    needed = GATE_GROUPS * (slots + 2 * 2 * 8 + 2 * GATE_WARPS * _TILE * 4) + tokens + 4 * TOP
+    return max(needed, _MORE_THAN_HALF)
+
+
+def _kernel(name: str, *, shared_bytes: int = 0, carveout: int | None = None, is_tuned: bool = True) -> Kernel:
+    capability = _HOPPER if is_tuned else None
+    return Kernel("moe", name, language="cuda", early=True, shared_bytes=shared_bytes, carveout=carveout, capability=capability)
+
+
+# Any tokens, sizes and devices.
+_GATE_UP = {kind: _kernel(f"gate_up_{kind}", carveout=CARVEOUT, is_tuned=False) for kind in FORMATS}
+_DOWN = {kind: _kernel(f"down_{kind}", is_tuned=False) for kind in FORMATS}
+# Few tokens, which in bfloat16 are as quick by the kernels of any.
+_GATE_UP_FEW = {kind: _kernel(f"gate_up_few_{kind}", shared_bytes=gate_few_bytes(), carveout=_ALL) for kind in FORMATS if kind != "bf16"}
+_DOWN_FEW = {
+    kind: _kernel(f"down_few_{kind}", shared_bytes=down_slots_bytes(kind, FEW_SLOT_WARPS, SLOTS, FEW_SEGMENTS)) for kind in FORMATS if kind != "bf16"
+}
+# One token.
+_GATE_UP_ONE = {kind: _kernel(f"gate_up_one_{kind}", shared_bytes=gate_one_bytes(kind), carveout=_ALL) for kind in FORMATS}
+_DOWN_ONE = {
+    kind: _kernel(
+        f"down_one_{kind}",
+        shared_bytes=down_slots_bytes(kind, TOP + 1, 1, ONE_SEGMENTS) if kind == "bf16" else down_one_bytes(kind),
+        carveout=_ALL,
+    )
+    for kind in FORMATS
+}
+# Many tokens, in formats of which an element is a byte.
+_DOWN_SLOTS = {kind: _kernel(f"down_slots_{kind}", shared_bytes=down_slots_bytes(kind, SLOT_WARPS, SLOTS, MOST_SEGMENTS)) for kind in ("fp8", "w8")}
+
+
+class GateUp(NamedTuple):
+    """A kernel of gate and up projections: tiles of a unit, blocks of a multiprocessor, and warps of a block."""
+
+    kernel: Kernel
+    tiles: int
+    blocks: int
+    warps: int
+
+
+def gate_up_for(kind: str, tokens: int, hidden: int, device: int) -> GateUp:
+    """The kernel of gate and up projections for so many tokens."""
+    if hidden == USUAL_HIDDEN and tokens <= FEW_TOKENS:
+        kernel = (_GATE_UP_ONE if tokens == 1 else _GATE_UP_FEW).get(kind)
+        if kernel and kernel.is_for(device):
+            return GateUp(kernel, 1, 1, GATE_GROUPS * GATE_WARPS) if tokens == 1 else GateUp(kernel, 1, GATE_BLOCKS, GATE_WARPS)
+    return GateUp(_GATE_UP[kind], GATE_TILES[kind], GATE_BLOCKS, GATE_WARPS)
+
+
+def down_for(kind: str, tokens: int, width: int, device: int) -> tuple[Kernel, int]:
+    """The kernel of down projections for so many tokens, and warps of a block."""
+    if width == USUAL_WIDTH:
+        if tokens == 1:
+            # In bfloat16 the shared expert has a warp of its own.
+            kernel, warps = _DOWN_ONE.get(kind), TOP + (kind == "bf16")
+        elif tokens <= FEW_TOKENS:
+            kernel, warps = _DOWN_FEW.get(kind), FEW_SLOT_WARPS
+        else:
+            kernel, warps = _DOWN_SLOTS.get(kind), SLOT_WARPS
+        if kernel and kernel.is_for(device):
+            return kernel, warps
+    return _DOWN[kind], DOWN_WARPS
