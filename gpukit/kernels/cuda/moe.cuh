@@ -107,8 +107,7 @@ __device__ __forceinline__ Bytes8 load_weights(const Bytes8* address, CachePolic
     return v;
 }
 
-// What others want too, or whose neighbours in a line come next: in the order of the program, as `__ldg`, which comes behind a wait that it stands before,
-// is not.
+// What others want too, or whose neighbours in a line come next, in the order of the program: `__ldg` comes behind a wait that it stands before.
 __device__ __forceinline__ Bytes16 load_in_order(const Bytes16* address)
 {
     Bytes16 v;
@@ -568,6 +567,14 @@ __device__ __forceinline__ unsigned word_of_oct(float value, const Handing& hand
     return is_upper ? rest : first;
 }
 
+__device__ __forceinline__ void take_vector(const Bytes16& v, unsigned (&operand)[4])
+{
+    operand[0] = v.x;
+    operand[1] = v.y;
+    operand[2] = v.z;
+    operand[3] = v.w;
+}
+
 // A lane's octs in a step, in sets of columns. Tokens are numbers of 16 bits as they are, a set of them.
 template <typename Format>
 struct AsTheyAre {
@@ -582,7 +589,7 @@ struct AsTheyAre {
             octs[oct] = is_there ? from[oct] : Bytes16{};
     }
 
-    // All columns': as of FromColumns.
+    // All columns', as in FromColumns.
     __device__ __forceinline__ void load_in_order(const Bytes16* from)
     {
 #pragma unroll
@@ -599,21 +606,10 @@ struct AsTheyAre {
 
     __device__ __forceinline__ void take(int oct, unsigned (&operands)[SETS][4]) const
     {
-        operands[0][0] = octs[oct].x;
-        operands[0][1] = octs[oct].y;
-        operands[0][2] = octs[oct].z;
-        operands[0][3] = octs[oct].w;
+        take_vector(octs[oct], operands[0]);
         arrange<Format::ORDER>(operands[0]);
     }
 };
-
-__device__ __forceinline__ void take_vector(const Bytes16& v, unsigned (&operand)[4])
-{
-    operand[0] = v.x;
-    operand[1] = v.y;
-    operand[2] = v.z;
-    operand[3] = v.w;
-}
 
 // Activations are sums of two terms, products of which are summed up apart: here each has a set of columns.
 template <typename Format>
