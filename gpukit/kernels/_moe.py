@@ -108,6 +108,11 @@ class Geometry:
         return self.paths > TOP
 
 
+def may_have_other(kind: str) -> bool:
+    """Whether the shared expert may be in eight bits beside routed experts in a format of fewer."""
+    return kind in FORMATS and kind != "w8"
+
+
 def matrix_format(matrix: Any) -> str:
     """Name of a matrix's format."""
     if isinstance(matrix, RowSplit):
@@ -192,7 +197,7 @@ def _check(weights: MoeWeights, device: int | None) -> Geometry:
         format_of_down, shared_down = _bank(weights.shared_down, "weights.shared_down", hidden, width, device)
         pairs = (("gate_up", gate_up_format, format_of_gate_up), ("down", down_format, format_of_down))
         for name, routed, shared in pairs:
-            allowed = (routed, "w8") if routed in FORMATS and routed != "w8" else (routed,)
+            allowed = (routed, "w8") if may_have_other(routed) else (routed,)
             if shared not in allowed:
                 raise ArgumentTypeError(f"weights.shared_{name}: expected format {' or '.join(allowed)} beside {routed}, got {shared}")
         other = [routed != shared for _, routed, shared in pairs]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gpukit.kernels._moe import TOP
+from gpukit.kernels import _row_split
+from gpukit.kernels._moe import TOP, may_have_other
 from gpukit.launch import Kernel
 
-FORMATS = ("bf16", "fp8", "q4", "q5", "q6", "w8")
 # What reads tokens again and again lives off the L1, which kernels with much shared memory leave small: where nobody said so, 64 tokens in fp8 took
 # 242 µs, not 199. A quarter of it holds the shared memory of all blocks.
 CARVEOUT = 28
@@ -45,19 +45,11 @@ class _Step(NamedTuple):
     scale: int = 0
 
 
-STEPS = {
-    "bf16": _Step(32, 64),
-    "fp8": _Step(64, 64, 0, 2),
-    "q4": _Step(64, 32, 0, 2),
-    "q5": _Step(64, 32, 8, 2),
-    "q6": _Step(64, 32, 16, 2),
-    "w8": _Step(32, 32, 0, 2),
+# Of row-split integers a step is a group.
+STEPS = {"bf16": _Step(32, 64), "fp8": _Step(64, 64, 0, 2)} | {
+    name: _Step(kind.group, kind.base_bytes, kind.high_bytes, 2) for name, kind in _row_split.FORMATS.items()
 }
-
-
-def _with_other(kind: str) -> bool:
-    """Whether the shared expert may be in eight bits where the others are not."""
-    return kind in ("q4", "q5", "q6")
+FORMATS = tuple(STEPS)
 
 
 def _tile_bytes(kind: str, length: int, padding: int = 0) -> int:
@@ -69,7 +61,7 @@ def _tile_bytes(kind: str, length: int, padding: int = 0) -> int:
 def _down_slot(kind: str) -> int:
     """Bytes of a slot of the down projections, with its barrier."""
     tile = _tile_bytes(kind, USUAL_WIDTH)
-    return 8 + (max(tile, _tile_bytes("w8", USUAL_WIDTH)) if _with_other(kind) else tile)
+    return 8 + (max(tile, _tile_bytes("w8", USUAL_WIDTH)) if may_have_other(kind) else tile)
 
 
 def down_slots_bytes(kind: str, warps: int, slots: int, segments: int) -> int:
@@ -90,9 +82,9 @@ def gate_few_bytes() -> int:
 def gate_one_bytes(kind: str) -> int:
     """sizeof(GateOneMemory), but more than half of what a multiprocessor has: slots, barriers, the token once or in two orders, sums and experts."""
     slots = (1 if kind == "bf16" else 2) * _tile_bytes(kind, USUAL_HIDDEN, padding=1)
-    if _with_other(kind):
+    if may_have_other(kind):
         slots = max(slots, _tile_bytes("w8", USUAL_HIDDEN, padding=1))
-    tokens = (2 if _with_other(kind) else 1) * 2 * USUAL_HIDDEN
+    tokens = (2 if may_have_other(kind) else 1) * 2 * USUAL_HIDDEN
     needed = GATE_GROUPS * (slots + 2 * 2 * 8 + 2 * GATE_WARPS * _TILE * 4) + tokens + 4 * TOP
     return max(needed, _MORE_THAN_HALF)
 
@@ -100,28 +92,6 @@ def gate_one_bytes(kind: str) -> int:
 def _kernel(name: str, *, shared_bytes: int = 0, carveout: int | None = None, is_tuned: bool = True) -> Kernel:
     capability = _HOPPER if is_tuned else None
     return Kernel("moe", name, language="cuda", early=True, shared_bytes=shared_bytes, carveout=carveout, capability=capability)
-
-
-# Any tokens, sizes and devices.
-_GATE_UP = {kind: _kernel(f"gate_up_{kind}", carveout=CARVEOUT, is_tuned=False) for kind in FORMATS}
-_DOWN = {kind: _kernel(f"down_{kind}", is_tuned=False) for kind in FORMATS}
-# Few tokens, which in bfloat16 are as quick by the kernels of any.
-_GATE_UP_FEW = {kind: _kernel(f"gate_up_few_{kind}", shared_bytes=gate_few_bytes(), carveout=_ALL) for kind in FORMATS if kind != "bf16"}
-_DOWN_FEW = {
-    kind: _kernel(f"down_few_{kind}", shared_bytes=down_slots_bytes(kind, FEW_SLOT_WARPS, SLOTS, FEW_SEGMENTS)) for kind in FORMATS if kind != "bf16"
-}
-# One token.
-_GATE_UP_ONE = {kind: _kernel(f"gate_up_one_{kind}", shared_bytes=gate_one_bytes(kind), carveout=_ALL) for kind in FORMATS}
-_DOWN_ONE = {
-    kind: _kernel(
-        f"down_one_{kind}",
-        shared_bytes=down_slots_bytes(kind, TOP + 1, 1, ONE_SEGMENTS) if kind == "bf16" else down_one_bytes(kind),
-        carveout=_ALL,
-    )
-    for kind in FORMATS
-}
-# Many tokens, in formats of which an element is a byte.
-_DOWN_SLOTS = {kind: _kernel(f"down_slots_{kind}", shared_bytes=down_slots_bytes(kind, SLOT_WARPS, SLOTS, MOST_SEGMENTS)) for kind in ("fp8", "w8")}
 
 
 class GateUp(NamedTuple):
@@ -133,25 +103,54 @@ class GateUp(NamedTuple):
     warps: int
 
 
+class Down(NamedTuple):
+    """A kernel of down projections, and warps of a block."""
+
+    kernel: Kernel
+    warps: int
+
+
+# Any tokens, sizes and devices.
+_GATE_UP = {
+    kind: GateUp(_kernel(f"gate_up_{kind}", carveout=CARVEOUT, is_tuned=False), GATE_TILES[kind], GATE_BLOCKS, GATE_WARPS) for kind in FORMATS
+}
+_DOWN = {kind: Down(_kernel(f"down_{kind}", is_tuned=False), DOWN_WARPS) for kind in FORMATS}
+# Few tokens, which in bfloat16 are as quick by the kernels of any.
+_FEW_FORMATS = tuple(kind for kind in FORMATS if kind != "bf16")
+_GATE_UP_FEW = {
+    kind: GateUp(_kernel(f"gate_up_few_{kind}", shared_bytes=gate_few_bytes(), carveout=_ALL), 1, GATE_BLOCKS, GATE_WARPS) for kind in _FEW_FORMATS
+}
+_DOWN_FEW = {
+    kind: Down(_kernel(f"down_few_{kind}", shared_bytes=down_slots_bytes(kind, FEW_SLOT_WARPS, SLOTS, FEW_SEGMENTS)), FEW_SLOT_WARPS)
+    for kind in _FEW_FORMATS
+}
+# One token. In bfloat16 the shared expert has a warp of its own.
+_GATE_UP_ONE = {
+    kind: GateUp(_kernel(f"gate_up_one_{kind}", shared_bytes=gate_one_bytes(kind), carveout=_ALL), 1, 1, GATE_GROUPS * GATE_WARPS) for kind in FORMATS
+}
+_DOWN_ONE = {kind: Down(_kernel(f"down_one_{kind}", shared_bytes=down_one_bytes(kind), carveout=_ALL), TOP) for kind in _FEW_FORMATS}
+_ONE_BF16_BYTES = down_slots_bytes("bf16", TOP + 1, 1, ONE_SEGMENTS)
+_DOWN_ONE["bf16"] = Down(_kernel("down_one_bf16", shared_bytes=_ONE_BF16_BYTES, carveout=_ALL), TOP + 1)
+# Many tokens, in formats of which an element is a byte.
+_DOWN_SLOTS = {
+    kind: Down(_kernel(f"down_slots_{kind}", shared_bytes=down_slots_bytes(kind, SLOT_WARPS, SLOTS, MOST_SEGMENTS)), SLOT_WARPS)
+    for kind in ("fp8", "w8")
+}
+
+
 def gate_up_for(kind: str, tokens: int, hidden: int, device: int) -> GateUp:
     """The kernel of gate and up projections for so many tokens."""
+    tuned: dict[str, GateUp] = {}
     if hidden == USUAL_HIDDEN and tokens <= FEW_TOKENS:
-        kernel = (_GATE_UP_ONE if tokens == 1 else _GATE_UP_FEW).get(kind)
-        if kernel and kernel.is_for(device):
-            return GateUp(kernel, 1, 1, GATE_GROUPS * GATE_WARPS) if tokens == 1 else GateUp(kernel, 1, GATE_BLOCKS, GATE_WARPS)
-    return GateUp(_GATE_UP[kind], GATE_TILES[kind], GATE_BLOCKS, GATE_WARPS)
+        tuned = _GATE_UP_ONE if tokens == 1 else _GATE_UP_FEW
+    found = tuned.get(kind)
+    return found if found and found.kernel.is_for(device) else _GATE_UP[kind]
 
 
-def down_for(kind: str, tokens: int, width: int, device: int) -> tuple[Kernel, int]:
-    """The kernel of down projections for so many tokens, and warps of a block."""
+def down_for(kind: str, tokens: int, width: int, device: int) -> Down:
+    """The kernel of down projections for so many tokens."""
+    tuned: dict[str, Down] = {}
     if width == USUAL_WIDTH:
-        if tokens == 1:
-            # In bfloat16 the shared expert has a warp of its own.
-            kernel, warps = _DOWN_ONE.get(kind), TOP + (kind == "bf16")
-        elif tokens <= FEW_TOKENS:
-            kernel, warps = _DOWN_FEW.get(kind), FEW_SLOT_WARPS
-        else:
-            kernel, warps = _DOWN_SLOTS.get(kind), SLOT_WARPS
-        if kernel and kernel.is_for(device):
-            return kernel, warps
-    return _DOWN[kind], DOWN_WARPS
+        tuned = _DOWN_ONE if tokens == 1 else _DOWN_FEW if tokens <= FEW_TOKENS else _DOWN_SLOTS
+    found = tuned.get(kind)
+    return found if found and found.kernel.is_for(device) else _DOWN[kind]

@@ -161,6 +161,7 @@ def test_weights_are_checked_again_where_they_look_another_way(monkeypatch: pyte
         _moe.geometry_of(weights)
 
 
+STRUCTS = {"bf16": "Bf16", "fp8": "Fp8", "q4": "Split<4>", "q5": "Split<5>", "q6": "Split<6>", "w8": "Wide"}
 DEVICE_FILES = ("moe.cu", "moe_prefill.cu", "moe.cuh", "moe_stream.cuh", "moe_slots.cuh", "moe_gate_slots.cuh", "moe_one.cuh")
 
 
@@ -197,12 +198,11 @@ def test_the_constants_of_the_plan_are_those_of_the_kernels() -> None:
     assert ops._SCORE_TOKENS % constants["COLUMNS"] == ops._MANY_SCORE_TOKENS % constants["COLUMNS"] == 0
     tiles = re.findall(r"^MOE_KERNELS\((\w+), [\w<>]+, (\d), \d, \d, \d, (\w+)\)", text, re.MULTILINE)
     assert {name: int(of_unit) for name, of_unit, _ in tiles} == _moe_decode.GATE_TILES
-    assert {name: other == "true" for name, _, other in tiles} == {name: _moe_decode._with_other(name) for name in _moe_decode.FORMATS}
+    assert {name: other == "true" for name, _, other in tiles} == {name: _moe.may_have_other(name) for name in _moe_decode.FORMATS}
     # Activations are handed on in the order of the format that takes them.
     orders = ("STRAIGHT", "NIBBLES", "BYTES")
-    structs = {"bf16": "Bf16", "fp8": "Fp8", **dict.fromkeys(("q4", "q5", "q6"), "Split"), "w8": "Wide"}
-    for kind, struct in structs.items():
-        octs, order = re.findall(rf"struct {struct} {{\n.*OCTS = (\d), .*ORDER = (\w+);", text)[0]
+    for kind, struct in STRUCTS.items():
+        octs, order = re.findall(rf"struct {struct.split('<')[0]} {{\n.*OCTS = (\d), .*ORDER = (\w+);", text)[0]
         assert ops._AS_TERMS[kind] == orders.index(order) + 4 * int(octs), kind
     # Tokens are one number for the tensor cores, activations two.
     for kernels, terms in ((ops._GROUPED_GATE_UP, 1), (ops._GROUPED_DOWN, 2)):
@@ -211,15 +211,12 @@ def test_the_constants_of_the_plan_are_those_of_the_kernels() -> None:
             assert kernel.shared_bytes == constants["CHUNKS"] * tokens * chunk * terms <= 99 * 1024, kernel
 
 
-STRUCTS = {"bf16": "Bf16", "fp8": "Fp8", "q4": "Split<4>", "q5": "Split<5>", "q6": "Split<6>", "w8": "Wide"}
-
-
 def test_the_shared_memory_that_is_asked_for_is_what_kernels_have() -> None:
     pytest.importorskip("cuda.core", reason="needs NVRTC")
     gate_bytes, one_bytes, slots_bytes = _moe_decode.gate_one_bytes, _moe_decode.down_one_bytes, _moe_decode.down_slots_bytes
     sizes = {"GateSlotMemory": _moe_decode.gate_few_bytes()}
     for kind, struct in STRUCTS.items():
-        other = "true" if _moe_decode._with_other(kind) else "false"
+        other = "true" if _moe.may_have_other(kind) else "false"
         slot = f"slot_bytes<{struct}, {other}>()"
         sizes[f"GateOneMemory<gate_one_bytes<{struct}, {other}>(), {other}>"] = gate_bytes(kind)
         if kind == "bf16":

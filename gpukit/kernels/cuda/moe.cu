@@ -792,7 +792,7 @@ __device__ __forceinline__ void run_down_slots(const Down& call, const Banks& ba
         wait_for_predecessor();
     // The first segments come with what says how many there are.
     const Bytes16* from = reinterpret_cast<const Bytes16*>(call.groups->each);
-    constexpr int MOST = 2 * sizeof slots.segments / sizeof(Segment), FIRST = THREADS < MOST ? THREADS : MOST;
+    constexpr int FIRST = least(THREADS, 2 * sizeof slots.segments / sizeof(Segment));
     const Bytes16 half = __ldcg(from + min(static_cast<int>(threadIdx.x), FIRST - 1));
     const DownStart<THREADS, TOKENS> start(call);
     if (threadIdx.x < FIRST)

@@ -436,6 +436,13 @@ __device__ __forceinline__ void load_wanted_step(typename Format::Raw& raw, cons
     Format::load_high(raw, row, step);
 }
 
+// The scale of a step of a row whose scales begin there, in shared memory.
+template <typename Format>
+__device__ __forceinline__ void take_scale(typename Format::Raw& raw, const char* scales, int step)
+{
+    Format::load_scale(raw, {nullptr, nullptr, scales}, step);
+}
+
 // Where the slice of warp `number` of so many begins, of a row of `steps`.
 template <typename Format>
 __device__ __forceinline__ int slice_begin(int steps, int number, int warps)
@@ -579,7 +586,6 @@ __device__ __forceinline__ void take_vector(const Bytes16& v, unsigned (&operand
 template <typename Format>
 struct AsTheyAre {
     static constexpr int SETS = 1;
-    static constexpr bool IS_SECOND_FOR_MANY = false;
     Bytes16 octs[Format::OCTS];
 
     __device__ __forceinline__ void load(const Bytes16* from, bool is_there)
@@ -700,10 +706,12 @@ __device__ __forceinline__ void multiply_step(float (&sums)[Activations::SETS][4
         Format::expand(lower, oct, other);
         taken.take(oct, operands);
         multiply_oct(target[0], one, other, operands[0]);
-        if (SETS > 1 && Activations::IS_SECOND_FOR_MANY)
-            multiply_oct(target[SETS - 1], one, other, operands[SETS - 1], are_many);
-        else if (SETS > 1)
-            multiply_oct(target[SETS - 1], one, other, operands[SETS - 1]);
+        if constexpr (SETS > 1) {
+            if (Activations::IS_SECOND_FOR_MANY)
+                multiply_oct(target[1], one, other, operands[1], are_many);
+            else
+                multiply_oct(target[1], one, other, operands[1]);
+        }
     }
     if (Format::HAS_SCALE) {
         const float of_upper = Format::scale(upper), of_lower = Format::scale(lower);

@@ -40,7 +40,6 @@ struct GateOneMemory {
 template <typename Format>
 struct InOrder {
     static constexpr int SETS = 1;
-    static constexpr bool IS_SECOND_FOR_MANY = false;
     const Bytes16* octs;
 
     __device__ __forceinline__ void take(int oct, unsigned (&operands)[SETS][4]) const
@@ -131,8 +130,8 @@ struct GateOneStream {
         for (int step = 0; step < STEPS; step++) {
             typename Format::Raw held[2];
             Own::take(own, step, held);
-            Format::load_scale(held[0], {nullptr, nullptr, Own::scales(own, 0)}, step);
-            Format::load_scale(held[1], {nullptr, nullptr, Own::scales(own, 1)}, step);
+            take_scale<Format>(held[0], Own::scales(own, 0), step);
+            take_scale<Format>(held[1], Own::scales(own, 1), step);
             // The other columns have the same token, and are not looked at.
             multiply_step<Format>(sums, held[0], held[1], InOrder<Format>{token + (QUADS * step + quad) * Format::OCTS});
         }
@@ -324,7 +323,7 @@ struct SharedPart {
 #pragma unroll
         for (int step = 0; step < ALL_STEPS; step++) {
             typename Format::Raw of_step;
-            Format::load_scale(of_step, {nullptr, nullptr, slot + Slot<Format>::SCALES + row * Slot<Format>::SCALES_ROW}, step);
+            take_scale<Format>(of_step, Slot<Format>::scales_of(slot, row), step);
 #pragma unroll
             for (int term = 0; term < 2; term++)
                 terms[term] = fmaf(Format::scale(of_step), products[step][term][row], terms[term]);
@@ -333,7 +332,8 @@ struct SharedPart {
     }
 };
 
-template <typename Format, bool HAS_OTHER, typename Memory>
+// `is_other`: whether the shared expert is in eight bits and the others are not.
+template <typename Format, typename Memory>
 __device__ __forceinline__ void multiply_one(
     const Down& call, const Banks& banks, bool is_other, bool has_shared, int expert, int path, Memory& memory, float (&sums_of_paths)[TOP + 1][TILE])
 {
@@ -343,7 +343,7 @@ __device__ __forceinline__ void multiply_one(
     if (lane == 0)
         Slot<Format>::ask(banks.routed, expert * call.hidden + tile, slot, memory.arrivals + warp);
     if (has_shared && threadIdx.x == 0) {
-        if (HAS_OTHER && is_other)
+        if (is_other)
             Slot<Wide>::ask(banks.shared, tile, shared_slot, memory.arrivals + TOP);
         else
             Slot<Format>::ask(banks.shared, tile, shared_slot, memory.arrivals + TOP);
@@ -352,7 +352,7 @@ __device__ __forceinline__ void multiply_one(
     Operands<PART_OCTS> part;
     if (has_shared) {
         wait_for_phase(shared_address(memory.arrivals + TOP), 0);
-        if (HAS_OTHER && is_other)
+        if (is_other)
             part.template take<Wide>(shared_slot, SharedPart<Wide>::first());
         else
             part.template take<Format>(shared_slot, SharedPart<Format>::first());
@@ -402,7 +402,7 @@ __device__ __forceinline__ void multiply_one(
         }
     }
     if (has_shared) {
-        if (HAS_OTHER && is_other)
+        if (is_other)
             SharedPart<Wide>::multiply(part, of_part, memory.products);
         else
             SharedPart<Format>::multiply(part, of_part, memory.products);
@@ -414,8 +414,8 @@ __device__ __forceinline__ void multiply_one(
     }
     __syncthreads();
     if (has_shared && threadIdx.x < TILE)
-        sums_of_paths[TOP][threadIdx.x] = HAS_OTHER && is_other ? SharedPart<Wide>::sum_of(memory.products, shared_slot, threadIdx.x)
-                                                                : SharedPart<Format>::sum_of(memory.products, shared_slot, threadIdx.x);
+        sums_of_paths[TOP][threadIdx.x] = is_other ? SharedPart<Wide>::sum_of(memory.products, shared_slot, threadIdx.x)
+                                                   : SharedPart<Format>::sum_of(memory.products, shared_slot, threadIdx.x);
 }
 
 template <typename Format, bool HAS_OTHER>
@@ -439,7 +439,7 @@ __device__ __forceinline__ void run_down_one(const Down& call, const Banks& bank
     start.store(call, own);
     __syncthreads();
     if (start.segments)
-        multiply_one<Format, HAS_OTHER>(call, banks, is_shared_other, has_shared, expert, path, memory, own.sums_of_paths);
+        multiply_one<Format>(call, banks, HAS_OTHER && is_shared_other, has_shared, expert, path, memory, own.sums_of_paths);
     put_together<THREADS>(call, own, start.tokens);
 #endif
 }

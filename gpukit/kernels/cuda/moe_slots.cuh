@@ -41,10 +41,15 @@ struct Slot {
             copy_in_bulk(to + SCALES, bank.scales + row * SCALES_ROW, TILE * SCALES_ROW, arrival, policy);
     }
 
-    // Where this lane's scales are, of its row in a half of the tile.
+    static __device__ __forceinline__ const char* scales_of(const char* slot, int row)
+    {
+        return slot + SCALES + row * SCALES_ROW;
+    }
+
+    // Of this lane's row in a half of the tile.
     static __device__ __forceinline__ const char* scales(const char* slot, int half)
     {
-        return slot + SCALES + ((threadIdx.x & 31) / 4 + 8 * half) * SCALES_ROW;
+        return scales_of(slot, (threadIdx.x & 31) / 4 + 8 * half);
     }
 
     // All but the scale of this lane's part of a step.
@@ -53,11 +58,6 @@ struct Slot {
         const int row = (threadIdx.x & 31) / 4 + 8 * half, quad = threadIdx.x & 3;
         held.base = reinterpret_cast<const decltype(held.base)*>(slot + row * ROW + step * Format::STEP_BYTES)[quad];
         Format::take_high(held, slot + HIGH + row * HIGH_ROW + step * Format::HIGH_BYTES, quad);
-    }
-
-    static __device__ __forceinline__ void take_scale(const char* slot, int half, int step, typename Format::Raw& held)
-    {
-        Format::load_scale(held, {nullptr, nullptr, scales(slot, half)}, step);
     }
 };
 
