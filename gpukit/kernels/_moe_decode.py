@@ -21,8 +21,9 @@ USUAL_HIDDEN, USUAL_WIDTH = 2048, 512
 _TILE = 16
 GATE_WARPS = 4
 DOWN_WARPS = 12
-# Blocks of the gate and up projections that fit on a multiprocessor.
+# Blocks of the gate and up projections that fit on a multiprocessor, of any tokens and of few.
 GATE_BLOCKS = 3
+FEW_GATE_BLOCKS = {"fp8": 3, "q4": 4, "q5": 3, "q6": 3, "w8": 3}
 # Tiles of 8 gate and up rows in a unit of work.
 GATE_TILES = {"bf16": 1, "fp8": 2, "q4": 1, "q5": 1, "q6": 1, "w8": 1}
 # Most tokens that are few.
@@ -31,7 +32,8 @@ FEW_TOKENS = 4
 MOST_SEGMENTS, FEW_SEGMENTS, ONE_SEGMENTS, _SEGMENT_BYTES = 384, FEW_TOKENS * TOP + 1, TOP + 1, 32
 # Warps of down projections through shared memory, and their slots, for many and for few tokens.
 SLOT_WARPS, FEW_SLOT_WARPS, SLOTS = 8, 12, 2
-GATE_SLOTS_BYTES, MOST_GATE_SLOTS, GATE_GROUPS = 70656, 4, 2
+# Slots of the gate and up projections of few tokens, and warps of those of one.
+GATE_SLOTS, GATE_ONE_WARPS = 2, 8
 # A block that needs more than half of a multiprocessor's shared memory is alone there, beside those of other kernels.
 _MORE_THAN_HALF = 116 * 1024
 
@@ -74,19 +76,18 @@ def down_one_bytes(kind: str) -> int:
     return (TOP + 1) * _down_slot(kind) + USUAL_WIDTH // 32 * 2 * _TILE * 4
 
 
-def gate_few_bytes() -> int:
-    """sizeof(GateSlotMemory)"""
-    return GATE_SLOTS_BYTES + 2 * MOST_GATE_SLOTS * 8 + FEW_SEGMENTS * _SEGMENT_BYTES
+def gate_few_bytes(kind: str) -> int:
+    """sizeof(GateSlotMemory): slots, barriers, segments, and tokens, as one access where they are not there."""
+    tokens = FEW_TOKENS * (2 * USUAL_HIDDEN + 64) if may_have_other(kind) else 16
+    return GATE_SLOTS * (_tile_bytes(kind, USUAL_HIDDEN) + 2 * 8) + FEW_SEGMENTS * _SEGMENT_BYTES + tokens
 
 
 def gate_one_bytes(kind: str) -> int:
-    """sizeof(GateOneMemory), but more than half of what a multiprocessor has: slots, barriers, the token once or in two orders, sums and experts."""
-    slots = (1 if kind == "bf16" else 2) * _tile_bytes(kind, USUAL_HIDDEN, padding=1)
-    if may_have_other(kind):
-        slots = max(slots, _tile_bytes("w8", USUAL_HIDDEN, padding=1))
+    """sizeof(GateOneMemory), but more than half of what a multiprocessor has: slots, sums, barriers, the token once or in two orders, and experts."""
+    slots, padding = 2 if kind == "bf16" else 4, kind not in ("fp8", "w8")
+    own = _tile_bytes(kind, USUAL_HIDDEN, padding) + 2 * GATE_WARPS * _TILE * 4 + 2 * 8
     tokens = (2 if may_have_other(kind) else 1) * 2 * USUAL_HIDDEN
-    needed = GATE_GROUPS * (slots + 2 * 2 * 8 + 2 * GATE_WARPS * _TILE * 4) + tokens + 4 * TOP
-    return max(needed, _MORE_THAN_HALF)
+    return max(slots * own + tokens + 4 * TOP, _MORE_THAN_HALF)
 
 
 def _kernel(name: str, *, shared_bytes: int = 0, carveout: int | None = None, is_tuned: bool = True) -> Kernel:
@@ -116,9 +117,10 @@ _GATE_UP = {
 }
 _DOWN = {kind: Down(_kernel(f"down_{kind}", is_tuned=False), DOWN_WARPS) for kind in FORMATS}
 # Few tokens, which in bfloat16 are as quick by the kernels of any.
-_FEW_FORMATS = tuple(kind for kind in FORMATS if kind != "bf16")
+_FEW_FORMATS = tuple(FEW_GATE_BLOCKS)
 _GATE_UP_FEW = {
-    kind: GateUp(_kernel(f"gate_up_few_{kind}", shared_bytes=gate_few_bytes(), carveout=_ALL), 1, GATE_BLOCKS, GATE_WARPS) for kind in _FEW_FORMATS
+    kind: GateUp(_kernel(f"gate_up_few_{kind}", shared_bytes=gate_few_bytes(kind), carveout=_ALL), 1, blocks, GATE_WARPS)
+    for kind, blocks in FEW_GATE_BLOCKS.items()
 }
 _DOWN_FEW = {
     kind: Down(_kernel(f"down_few_{kind}", shared_bytes=down_slots_bytes(kind, FEW_SLOT_WARPS, SLOTS, FEW_SEGMENTS)), FEW_SLOT_WARPS)
@@ -126,7 +128,7 @@ _DOWN_FEW = {
 }
 # One token. In bfloat16 the shared expert has a warp of its own.
 _GATE_UP_ONE = {
-    kind: GateUp(_kernel(f"gate_up_one_{kind}", shared_bytes=gate_one_bytes(kind), carveout=_ALL), 1, 1, GATE_GROUPS * GATE_WARPS) for kind in FORMATS
+    kind: GateUp(_kernel(f"gate_up_one_{kind}", shared_bytes=gate_one_bytes(kind), carveout=_ALL), 1, 1, GATE_ONE_WARPS) for kind in FORMATS
 }
 _DOWN_ONE = {kind: Down(_kernel(f"down_one_{kind}", shared_bytes=down_one_bytes(kind), carveout=_ALL), TOP) for kind in _FEW_FORMATS}
 _ONE_BF16_BYTES = down_slots_bytes("bf16", TOP + 1, 1, ONE_SEGMENTS)

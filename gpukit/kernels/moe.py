@@ -51,7 +51,7 @@ _TILE = 16
 _SCORE_PARTS = 4
 _SCORE_WARPS = 8
 _SELECT_WARPS = 16
-_SELECT_BLOCKS = 4
+_SELECT_BLOCKS = 16
 # Tokens of a block that scores them: few of a batch, so that there are blocks enough, and more of many, which read the router again and again.
 _SCORE_TOKENS, _MANY_SCORE_TOKENS = 16, 64
 # Most tokens and steps of 32 elements in a row of the router that one cluster routes, its blocks and their warps.
@@ -710,7 +710,7 @@ def _gate_up(
     arguments = (
         *geometry.gate_up, *geometry.shared_gate_up, int(geometry.is_gate_up_other), x[0] + 2 * first * _row(x), _row(x) // 8,
         geometry.hidden, geometry.width, groups_at, act_at, geometry.paths, *handing, tiles, inverse(tiles), *_fetched(tokens, geometry),
-        int(are_tokens_ready),
+        int(are_tokens_ready), tokens,
     )  # fmt: skip
     return kernel, blocks, 32 * warps, arguments
 

@@ -182,7 +182,7 @@ def test_the_constants_of_the_plan_are_those_of_the_kernels() -> None:
     threads = ("HANDING_THREADS", "SCAN_THREADS", "REDUCE_THREADS")
     for name in ("BATCH", "COLUMNS", "TILE", "SCORE_PARTS", "FEW", *warps, *blocks, *threads):
         assert constants[name] == getattr(ops, f"_{name}"), name
-    gate = ("GATE_WARPS", "GATE_BLOCKS", "GATE_SLOTS_BYTES", "MOST_GATE_SLOTS", "GATE_GROUPS")
+    gate = ("GATE_WARPS", "GATE_BLOCKS", "GATE_SLOTS", "GATE_ONE_WARPS")
     for name in (*gate, "DOWN_WARPS"):
         assert constants[name] == getattr(_moe_decode, name), name
     assert ops._FEW_STEPS == constants["SCORE_PARTS"] * constants["SCORE_WARPS"] * constants["SLICE_STEPS"]
@@ -214,14 +214,18 @@ def test_the_constants_of_the_plan_are_those_of_the_kernels() -> None:
 def test_the_shared_memory_that_is_asked_for_is_what_kernels_have() -> None:
     pytest.importorskip("cuda.core", reason="needs NVRTC")
     gate_bytes, one_bytes, slots_bytes = _moe_decode.gate_one_bytes, _moe_decode.down_one_bytes, _moe_decode.down_slots_bytes
-    sizes = {"GateSlotMemory": _moe_decode.gate_few_bytes()}
+    sizes = {}
     for kind, struct in STRUCTS.items():
         other = "true" if _moe.may_have_other(kind) else "false"
         slot = f"slot_bytes<{struct}, {other}>()"
-        sizes[f"GateOneMemory<gate_one_bytes<{struct}, {other}>(), {other}>"] = gate_bytes(kind)
+        sizes[f"GateOneMemory<GateGroup<{struct}>, {other}>"] = gate_bytes(kind)
         if kind == "bf16":
             sizes[f"SlotMemory<OneToken, {slot}>"] = slots_bytes(kind, 9, 1, _moe_decode.ONE_SEGMENTS)
             continue
+        sizes[f"GateSlotMemory<{struct}>"] = _moe_decode.gate_few_bytes(kind)
+        # With what is static, and what the device keeps for a block.
+        few_blocks = _moe_decode.FEW_GATE_BLOCKS[kind]
+        assert few_blocks * (_moe_decode.gate_few_bytes(kind) + 4224 + 1024) <= 228 * 1024
         sizes[f"SlotMemory<FewTokens, {slot}>"] = slots_bytes(kind, _moe_decode.FEW_SLOT_WARPS, 2, _moe_decode.FEW_SEGMENTS)
         sizes[f"DownOneMemory<{slot}>"] = one_bytes(kind)
         # Both kernels of a token fit beside each other, with what is static and what the device keeps for a block.
@@ -233,7 +237,9 @@ def test_the_shared_memory_that_is_asked_for_is_what_kernels_have() -> None:
         )
     is_at_least = {True: "<=", False: "=="}
     lines = [f"static_assert(sizeof({struct}) {is_at_least[size == _moe_decode._MORE_THAN_HALF]} {size});" for struct, size in sizes.items()]
-    assert len(lines) == 20
+    assert len(lines) == 24
+    lines += [f"static_assert(GateFew<{STRUCTS[kind]}>::BLOCKS == {blocks});" for kind, blocks in _moe_decode.FEW_GATE_BLOCKS.items()]
+    lines.append("static_assert(2 * sizeof(GateUpTurn<1>) <= 4224);")
     # What the host's numbers of tokens, warps and slots are on the device.
     numbers_of = {
         "FewTokens": (_moe_decode.FEW_TOKENS, _moe_decode.FEW_SLOT_WARPS, 2),
@@ -263,7 +269,8 @@ def test_kernels_of_the_usual_sizes_are_for_the_devices_that_they_were_measured_
         names = up[0].name, down[0].name
         # Blocks of gate and up projections have a unit each, if there are so many; those of down projections a tile of rows.
         tiles = 1 if "one" in names[0] or "few" in names[0] else _moe_decode.GATE_TILES[kind]
-        blocks, threads = (132, 256) if "one" in names[0] else (3 * 132, 128)
+        of_multiprocessor = _moe_decode.FEW_GATE_BLOCKS[kind] if "few" in names[0] else 3
+        blocks, threads = (132, 256) if "one" in names[0] else (132 * of_multiprocessor, 128)
         assert up[1:3] == (min(ops._most_segments(tokens, geometry) * width // (8 * tiles), blocks), threads) and down[1] == hidden // 16
         warps = {"one": 9 if kind == "bf16" else 8, "few": 12, "slots": 8}
         assert down[2] == 32 * next((number for part, number in warps.items() if part in names[1]), 12)

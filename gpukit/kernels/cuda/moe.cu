@@ -16,8 +16,8 @@ constexpr int SCORE_STAGES = 4;
 // The least steps of a slice of a row, which a warp sums up.
 constexpr int SLICE_STEPS = 2;
 constexpr int SELECT_WARPS = 16;
-// Blocks of a cluster that choose for a batch, a warp for each of its tokens.
-constexpr int SELECT_BLOCKS = 4;
+// Blocks of a cluster that choose for a batch, a warp for each of its tokens: fewer warps of a block are in each other's way.
+constexpr int SELECT_BLOCKS = 16;
 constexpr int GATE_BLOCKS = 3;
 constexpr int HANDING_THREADS = 128;
 
@@ -143,19 +143,21 @@ __device__ __forceinline__ bool choose(const float* parts, int64 apart, int expe
 {
     constexpr int EACH = MOST_EXPERTS / 32;
     const int lane = threadIdx.x & 31, first = lane * EACH;
-    float own[EACH] = {};
-    if (first < experts)
+    // What nobody looks at is loaded too: without branches all loads are on their way at once.
+    const float* own_parts = parts + (first < experts ? first : 0);
+    const float last = score_of(parts, apart, has_shared ? experts : 0);
+    float own[EACH];
 #pragma unroll
-        for (int part = 0; part < SCORE_PARTS; part++)
+    for (int part = 0; part < SCORE_PARTS; part++)
 #pragma unroll
-            for (int half = 0; half < EACH / 4; half++) {
-                const float4 four = *reinterpret_cast<const float4*>(parts + part * apart + first + 4 * half);
-                own[4 * half] = part ? own[4 * half] + four.x : four.x;
-                own[4 * half + 1] = part ? own[4 * half + 1] + four.y : four.y;
-                own[4 * half + 2] = part ? own[4 * half + 2] + four.z : four.z;
-                own[4 * half + 3] = part ? own[4 * half + 3] + four.w : four.w;
-            }
-    shared = has_shared ? score_of(parts, apart, experts) : 0.0f;
+        for (int half = 0; half < EACH / 4; half++) {
+            const float4 four = *reinterpret_cast<const float4*>(own_parts + part * apart + 4 * half);
+            own[4 * half] = part ? own[4 * half] + four.x : four.x;
+            own[4 * half + 1] = part ? own[4 * half + 1] + four.y : four.y;
+            own[4 * half + 2] = part ? own[4 * half + 2] + four.z : four.z;
+            own[4 * half + 3] = part ? own[4 * half + 3] + four.w : four.w;
+        }
+    shared = has_shared ? last : 0.0f;
     unsigned keys[EACH];
     bool bad = shared != shared;
 #pragma unroll
@@ -168,17 +170,22 @@ __device__ __forceinline__ bool choose(const float* parts, int64 apart, int expe
         return false;
 #pragma unroll
     for (int rank = 0; rank < TOP; rank++) {
-        unsigned best = keys[0];
+        // In few steps one behind the other: the next rank waits for this one.
+        unsigned best[EACH], equal = 0;
 #pragma unroll
-        for (int i = 1; i < EACH; i++)
-            best = max(best, keys[i]);
-        const unsigned top = __reduce_max_sync(~0u, best);
+        for (int i = 0; i < EACH; i++)
+            best[i] = keys[i];
+#pragma unroll
+        for (int apart = EACH / 2; apart > 0; apart /= 2)
+#pragma unroll
+            for (int i = 0; i < apart; i++)
+                best[i] = max(best[i], best[i + apart]);
+        const unsigned top = __reduce_max_sync(~0u, best[0]);
+#pragma unroll
+        for (int i = 0; i < EACH; i++)
+            equal |= keys[i] == top ? 1u << i : 0;
         // Lanes have ascending experts: the first lane, and the first there, is the smallest.
-        const int owner = __ffs(__ballot_sync(~0u, best == top)) - 1;
-        int where = 0;
-#pragma unroll
-        for (int i = EACH - 1; i >= 0; i--)
-            where = keys[i] == top ? i : where;
+        const int owner = __ffs(__ballot_sync(~0u, equal != 0)) - 1, where = __ffs(equal) - 1;
         const int chosen = __shfl_sync(~0u, first + where, owner);
 #pragma unroll
         for (int i = 0; i < EACH; i++)
@@ -225,6 +232,91 @@ __device__ __forceinline__ void begin_segment(Segment* segment, int expert, int 
     Groups* groups        /* of a single block or cluster, or 0 */
 #define ROUTING_ARGUMENTS experts, has_shared, tokens, ids, alpha, alpha_row, shared_scale, shared_row, groups
 
+// The sum of the numbers of so many bits that lanes in front of this one have, and of all of them.
+template <int BITS>
+__device__ __forceinline__ int sum_in_front(int own, int& all)
+{
+    const unsigned below = (1u << (threadIdx.x & 31)) - 1;
+    int sum = all = 0;
+#pragma unroll
+    for (int bit = 0; bit < BITS; bit++) {
+        const unsigned lanes = __ballot_sync(~0u, own >> bit & 1);
+        sum += __popc(lanes & below) << bit;
+        all += __popc(lanes) << bit;
+    }
+    return sum;
+}
+
+// What is in front of the segments of all: `segments` of them, with the tokens that have experts.
+__device__ __forceinline__ void begin_groups(Groups* groups, int segments, int shared_segments, uint64 tokens)
+{
+    groups->segments = segments;
+    groups->shared_segments = shared_segments;
+    groups->tokens = tokens;
+    groups->tickets = 0;
+}
+
+// Warps that group a batch: a thread has an expert, and the last one the shared expert.
+constexpr int EXPERT_WARPS = MOST_EXPERTS / 32;
+constexpr int GROUPING_WARPS = EXPERT_WARPS + 1;
+
+// The shared memory of a block that selects.
+struct SelectMemory {
+    // Tokens of each expert as bits, and behind them those that have any.
+    alignas(8) unsigned masks[MOST_EXPERTS + 1][2];
+    int firsts[MOST_EXPERTS];  // segments of the experts
+    int totals[GROUPING_WARPS];
+    // In the first block of a cluster those of all tokens, which the others send.
+    int chosen[BATCH][TOP];
+    uint64 ids_arrived;
+
+    __device__ __forceinline__ uint64 mask(int expert) const
+    {
+        return *reinterpret_cast<const uint64*>(masks[expert]);
+    }
+};
+
+// A block groups a batch of so many tokens by expert.
+__device__ __forceinline__ void group_batch(SelectMemory& memory, int experts, bool has_shared, int here, Groups* groups)
+{
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, own = threadIdx.x;
+    const uint64 tokens = memory.mask(MOST_EXPERTS);
+    const int shared_tokens = has_shared ? __popcll(tokens) : 0, shared_segments = (shared_tokens + COLUMNS - 1) / COLUMNS;
+    const int size = own < experts ? __popcll(memory.mask(own)) : 0, segments = (size + COLUMNS - 1) / COLUMNS;
+    static_assert(BATCH / COLUMNS < 1 << 4, "four bits have the segments of an expert");
+    int total;
+    const int in_front = sum_in_front<4>(segments, total);
+    if (lane == 0 && warp < GROUPING_WARPS)
+        memory.totals[warp] = total;
+    __syncthreads();
+    if (warp < GROUPING_WARPS) {
+        const int begin = shared_segments + in_front + __reduce_add_sync(~0u, lane < warp ? memory.totals[lane] : 0);
+        if (own < experts)
+            memory.firsts[own] = begin;
+#pragma unroll 1
+        for (int i = 0; i < segments; i++)
+            begin_segment(groups->each + begin + i, own, size - i * COLUMNS);
+        if (warp == EXPERT_WARPS) {
+            if (lane < shared_segments)
+                begin_segment(groups->each + lane, 0, shared_tokens - lane * COLUMNS);
+            if (lane == 0)
+                begin_groups(groups, begin, shared_segments, tokens);
+        }
+    }
+    __syncthreads();
+    const auto add_route = [&](int first, uint64 of_expert, int token, int rank) {
+        const int place = __popcll(of_expert & ((1ull << token) - 1));
+        groups->each[first + place / COLUMNS].routes[place % COLUMNS] = static_cast<Bytes2>(16 * token + rank);
+    };
+    if (threadIdx.x < here * TOP) {
+        const int token = threadIdx.x / TOP, rank = threadIdx.x % TOP, expert = memory.chosen[token][rank];
+        if (expert >= 0)
+            add_route(memory.firsts[expert], memory.mask(expert), token, rank);
+    }
+    if (has_shared && threadIdx.x < here && tokens >> threadIdx.x & 1)
+        add_route(0, tokens, threadIdx.x, TOP);
+}
+
 // Selection for a batch, or a check of given ids, and what the later launches want to know of the batch: all in one launch, because a launch costs as
 // much as any of it. A cluster of blocks shares the tokens, and the first of them groups the batch.
 template <int BLOCKS>
@@ -235,42 +327,33 @@ __device__ __forceinline__ void select_batch(
     uint64* owners,         // [batches, experts]: tokens of each expert as bits, or 0
     int64* signal)
 {
-    __shared__ uint64 masks[MOST_EXPERTS + 1];
-    __shared__ int firsts[MOST_EXPERTS + 1];
-    __shared__ int chosen[BATCH][TOP];
-    __shared__ int totals[SELECT_WARPS];
+    __shared__ SelectMemory memory;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, most = static_cast<int>(experts);
     const int rank = blockIdx.x % BLOCKS;
     const int64 batch = blockIdx.x / BLOCKS, first = batch * BATCH;
     const int here = static_cast<int>(min(tokens - first, static_cast<int64>(BATCH)));
-    for (int i = threadIdx.x; i <= MOST_EXPERTS; i += SELECT_WARPS * 32)
-        masks[i] = 0;
-    // Nobody stores where another block has not begun.
-    if (BLOCKS > 1)
-        meet_cluster();
+    static_assert(MOST_EXPERTS < SELECT_WARPS * 32 && BATCH * TOP <= SELECT_WARPS * 32, "a thread has an expert, or one of a token");
+    if (threadIdx.x <= MOST_EXPERTS)
+        memory.masks[threadIdx.x][0] = memory.masks[threadIdx.x][1] = 0;
+    if (BLOCKS > 1) {
+        if (threadIdx.x == 0)
+            expect_bytes(&memory.ids_arrived, here * sizeof memory.chosen[0]);
+        arrive_at_cluster();
+    }
+    __syncthreads();
     // Before the wait: what comes next has weights to fetch that do not hang on the choice.
     release_successor();
     wait_for_predecessor();
+    // Nobody sends before all blocks are there.
+    if (BLOCKS > 1)
+        wait_for_cluster();
 #pragma unroll 1
     for (int token = BLOCKS * warp + rank; token < here; token += BLOCKS * SELECT_WARPS) {
         int id = -1;
+        float score = 0.0f, shared = 0.0f;
         bool good;
         if (parts) {
-            float score = 0.0f, shared = 0.0f;
             good = choose(parts + (first + token) * row, tokens * row, most, has_shared != 0, id, score, shared);
-            if (!good)
-                id = -1;
-            const float weight = softmax(score);
-            if (lane < TOP) {
-                ids[(first + token) * TOP + lane] = id;
-                alpha[(first + token) * alpha_row + lane] = good ? weight : 0.0f;
-            }
-            if (lane == 0) {
-                if (has_shared)
-                    shared_scale[(first + token) * shared_row] = good ? sigmoid(shared) : 0.0f;
-                if (!good)
-                    count(signal, OUT_OF_RANGE);
-            }
         } else {
             if (lane < TOP)
                 id = ids[(first + token) * TOP + lane];
@@ -279,77 +362,53 @@ __device__ __forceinline__ void select_batch(
             for (int distance = 1; distance < TOP; distance++)
                 bad |= __shfl_sync(~0u, id, (lane + distance) & (TOP - 1)) == id && lane < TOP;
             good = !__ballot_sync(~0u, bad);
-            const bool any = __ballot_sync(~0u, lane < TOP && id >= 0) != 0;
-            if (!good && any && lane == 0)
-                count(signal, OUT_OF_RANGE);
         }
+        const bool any = parts || __ballot_sync(~0u, lane < TOP && id >= 0);
+        if (!good)
+            id = -1;
         if (lane < TOP) {
             if (BLOCKS > 1)
-                store_in_block(&chosen[token][lane], 0, good ? id : -1);
+                send(&memory.chosen[token][lane], 0, id, &memory.ids_arrived);
             else
-                chosen[token][lane] = good ? id : -1;
+                memory.chosen[token][lane] = id;
         }
+        if (!good && any && lane == 0)
+            count(signal, OUT_OF_RANGE);
+        if (!parts)
+            continue;
+        const float weight = softmax(score);
+        if (lane < TOP) {
+            ids[(first + token) * TOP + lane] = id;
+            alpha[(first + token) * alpha_row + lane] = good ? weight : 0.0f;
+        }
+        if (lane == 0 && has_shared)
+            shared_scale[(first + token) * shared_row] = good ? sigmoid(shared) : 0.0f;
     }
-    if (BLOCKS > 1)
-        meet_cluster();
-    else
-        __syncthreads();
     if (rank)
         return;
-    static_assert(BATCH * TOP <= SELECT_WARPS * 32, "a thread has an expert of a token");
+    if (BLOCKS > 1)
+        wait_for_bytes(&memory.ids_arrived);
+    else
+        __syncthreads();
     if (threadIdx.x < here * TOP) {
-        const int token = threadIdx.x / TOP, id = chosen[token][threadIdx.x % TOP];
+        const int token = threadIdx.x / TOP, id = memory.chosen[token][threadIdx.x % TOP];
         if (id >= 0)
-            atomicOr(&masks[id], 1ull << token);
-        if (id >= 0 && threadIdx.x % TOP == 0)
-            atomicOr(&masks[MOST_EXPERTS], 1ull << token);
+            atomicOr(&memory.masks[id][token / 32], 1u << token % 32);
+    }
+    if (warp < BATCH / 32) {
+        const unsigned some = __ballot_sync(~0u, threadIdx.x < here && memory.chosen[threadIdx.x][0] >= 0);
+        if (lane == 0)
+            memory.masks[MOST_EXPERTS][warp] = some;
     }
     __syncthreads();
     if (owners)
         for (int i = threadIdx.x; i < most; i += SELECT_WARPS * 32)
-            owners[batch * experts + i] = masks[i];
-    if (!groups)
-        return;
-    // Thread 0 has the shared expert, the others one expert each.
-    const int own = threadIdx.x ? threadIdx.x - 1 : MOST_EXPERTS;
-    const bool counts = threadIdx.x ? own < most : has_shared != 0;
-    const uint64 mask = counts ? masks[own] : 0;
-    const int size = __popcll(mask), segments = (size + COLUMNS - 1) / COLUMNS;
-    int sum = segments;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-        const int before = __shfl_up_sync(~0u, sum, distance);
-        sum += lane >= distance ? before : 0;
-    }
-    if (lane == 31)
-        totals[warp] = sum;
-    __syncthreads();
-    int begin = sum - segments;
-    for (int other = 0; other < warp; other++)
-        begin += totals[other];
-    if (counts) {
-        firsts[own] = begin;
-        for (int i = 0; i < segments; i++)
-            begin_segment(groups->each + begin + i, threadIdx.x ? own : 0, size - i * COLUMNS);
-    }
-    if (threadIdx.x == 0) {
-        groups->shared_segments = segments;
-        groups->tokens = masks[MOST_EXPERTS];
-    }
-    if (threadIdx.x == SELECT_WARPS * 32 - 1)
-        groups->segments = begin + segments;
-    __syncthreads();
-    for (int i = threadIdx.x; i < here * (TOP + 1); i += SELECT_WARPS * 32) {
-        const int token = i / (TOP + 1), rank = i % (TOP + 1);
-        if (chosen[token][0] < 0 || (rank == TOP && !has_shared))
-            continue;
-        const int expert = rank == TOP ? MOST_EXPERTS : chosen[token][rank];
-        const int place = __popcll(masks[expert] & ((1ull << token) - 1));
-        groups->each[firsts[expert] + place / COLUMNS].routes[place % COLUMNS] = static_cast<Bytes2>(16 * token + rank);
-    }
+            owners[batch * experts + i] = memory.mask(i);
+    if (groups)
+        group_batch(memory, most, has_shared != 0, here, groups);
 }
 
-extern "C" __global__ void __launch_bounds__(SELECT_WARPS * 32) gpukit_select(
+extern "C" __global__ void __launch_bounds__(SELECT_WARPS * 32, 1) gpukit_select(
     const float* parts, int64 row, ROUTING_PARAMETERS, uint64* owners, int64* signal)
 {
     select_batch<1>(parts, row, ROUTING_ARGUMENTS, owners, signal);
@@ -361,7 +420,7 @@ extern "C" __global__ void __launch_bounds__(SELECT_WARPS * 32) gpukit_select(
 #define CLUSTER(blocks)
 #endif
 
-extern "C" __global__ void CLUSTER(SELECT_BLOCKS) __launch_bounds__(SELECT_WARPS * 32) gpukit_select_together(
+extern "C" __global__ void CLUSTER(SELECT_BLOCKS) __launch_bounds__(SELECT_WARPS * 32, 1) gpukit_select_together(
     const float* parts, int64 row, ROUTING_PARAMETERS, uint64* owners, int64* signal)
 {
 #if __CUDA_ARCH__ >= 900
@@ -373,9 +432,6 @@ extern "C" __global__ void CLUSTER(SELECT_BLOCKS) __launch_bounds__(SELECT_WARPS
 constexpr int FEW = 16;
 constexpr int ROUTE_BLOCKS = 16;
 constexpr int ROUTE_WARPS = 16;
-// Warps that choose, with an expert a lane, and those that group the batch, with one more for the shared expert.
-constexpr int CHOOSING_WARPS = MOST_EXPERTS / 32;
-constexpr int GROUPING_WARPS = CHOOSING_WARPS + 1;
 // A warp sums up a pair of slices, one behind the other: pairs of a part, and steps of a pair.
 constexpr int PAIRS = SCORE_WARPS / 2;
 constexpr int PAIR_STEPS = 2 * SLICE_STEPS;
@@ -385,7 +441,7 @@ constexpr int BLOCK_EXPERTS = MOST_EXPERTS * SCORE_PARTS / ROUTE_BLOCKS;
 constexpr int PITCH = TILE + 4;
 static_assert(BLOCK_EXPERTS / TILE * PAIRS == ROUTE_WARPS, "a warp has a tile and a pair");
 static_assert(FEW <= ROUTE_BLOCKS && FEW <= 16, "a token has a block, and four bits of 64");
-static_assert(CHOOSING_WARPS == 2 * 4 && 4 * TOP == 32, "four lanes have two warps each, and a warp has four lanes for each of its best");
+static_assert(EXPERT_WARPS == 2 * 4 && 4 * TOP == 32, "four lanes have two warps each, and a warp has four lanes for each of its best");
 
 #if __CUDA_ARCH__ >= 900
 // The shared memory of a block of the cluster.
@@ -398,9 +454,9 @@ struct RouteMemory {
     float parts_of_shared[SCORE_PARTS];
     uint64 scores_arrived;
     // Keys of all experts, the best of each warp, and the chosen ones.
-    alignas(16) unsigned keys[CHOOSING_WARPS][32];
-    alignas(16) unsigned best_keys[CHOOSING_WARPS][TOP];
-    int best_ids[CHOOSING_WARPS][TOP];
+    alignas(16) unsigned keys[EXPERT_WARPS][32];
+    alignas(16) unsigned best_keys[EXPERT_WARPS][TOP];
+    int best_ids[EXPERT_WARPS][TOP];
     unsigned chosen_keys[TOP];
     bool is_bad;
     // The chosen experts of the block's token, in the first block those of all tokens, which the others send.
@@ -457,11 +513,11 @@ __device__ __forceinline__ unsigned which_from(const unsigned (&keys)[COUNT], un
 }
 
 // The warps of a block choose the experts of its token: an expert's rank is the number of those before it, first in its warp, then, for the best of
-// each warp, in all. The shared expert's score is known to warp CHOOSING_WARPS.
+// each warp, in all. The shared expert's score is known to warp EXPERT_WARPS.
 __device__ __forceinline__ void choose_together(RouteMemory& memory, int experts, float shared)
 {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, quad = lane & 3;
-    if (warp < CHOOSING_WARPS) {
+    if (warp < EXPERT_WARPS) {
         const float score = score_of(memory.parts[0], MOST_EXPERTS, threadIdx.x);
         // NaN has the key of an expert that is not there: ranks are those of an order, come what may.
         const bool is_there = threadIdx.x < experts, is_nan = score != score;
@@ -480,7 +536,7 @@ __device__ __forceinline__ void choose_together(RouteMemory& memory, int experts
         memory.is_bad = true;
     }
     __syncthreads();
-    if (warp < CHOOSING_WARPS) {
+    if (warp < EXPERT_WARPS) {
         const int own_rank = lane / 4, id = memory.is_bad ? -1 : memory.best_ids[warp][own_rank];
         const unsigned key = memory.best_keys[warp][own_rank];
         int before = 0;
@@ -512,11 +568,8 @@ __device__ __forceinline__ void group_one(const RouteMemory& memory, bool has_sh
         begin_segment(groups->each + lane, path < 0 ? 0 : memory.chosen[0][path], 1);
         groups->each[lane].routes[0] = path < 0 ? TOP : path;
     }
-    if (lane == 0) {
-        groups->segments = paths;
-        groups->shared_segments = paths > TOP;
-        groups->tokens = paths > 0;
-    }
+    if (lane == 0)
+        begin_groups(groups, paths, paths > TOP, paths > 0);
 }
 
 // The first warps of the first block group the batch by expert, as `gpukit_select` does.
@@ -533,38 +586,41 @@ __device__ __forceinline__ void group_few(RouteMemory& memory, bool has_shared, 
             atomicOr(&memory.ranks[MOST_EXPERTS][token / 8], 8u << 4 * (token % 8));
     }
     wait_for_grouping_warps();
-    // Thread 0 has the shared expert, the others one expert each.
-    const int own = threadIdx.x ? min(static_cast<int>(threadIdx.x) - 1, MOST_EXPERTS) : MOST_EXPERTS;
-    const bool counts = threadIdx.x ? own < MOST_EXPERTS : has_shared;
-    const uint64 ranks = memory.ranks[own][0] | static_cast<uint64>(memory.ranks[own][1]) << 32, present = ranks & 0x8888888888888888ull;
-    const int size = counts ? __popcll(present) : 0, segments = (size + COLUMNS - 1) / COLUMNS;
-    // Two segments at most: two ballots say how many there are before.
-    const unsigned some = __ballot_sync(~0u, segments > 0), more = __ballot_sync(~0u, segments > 1), below = (1u << lane) - 1;
+    constexpr uint64 FLAGS = 0x8888888888888888ull;
+    const auto ranks_of = [&](int expert) { return memory.ranks[expert][0] | static_cast<uint64>(memory.ranks[expert][1]) << 32; };
+    const uint64 present = ranks_of(MOST_EXPERTS) & FLAGS, ranks = warp < EXPERT_WARPS ? ranks_of(threadIdx.x) : 0;
+    const int shared_tokens = has_shared ? __popcll(present) : 0, shared_segments = (shared_tokens + COLUMNS - 1) / COLUMNS;
+    const int size = __popcll(ranks & FLAGS), segments = (size + COLUMNS - 1) / COLUMNS;
+    static_assert(FEW / COLUMNS < 1 << 2, "two bits have the segments of an expert");
+    int total;
+    const int in_front = sum_in_front<2>(segments, total);
     if (lane == 0)
-        memory.totals[warp] = __popc(some) + __popc(more);
+        memory.totals[warp] = total;
     wait_for_grouping_warps();
-    int begin = __popc(some & below) + __popc(more & below);
-#pragma unroll
-    for (int other = 0; other < GROUPING_WARPS - 1; other++)
-        begin += other < warp ? memory.totals[other] : 0;
+    const int begin = shared_segments + in_front + __reduce_add_sync(~0u, lane < warp ? memory.totals[lane] : 0);
+    if (warp < EXPERT_WARPS) {
 #pragma unroll 1
-    for (int i = 0; i < segments; i++)
-        begin_segment(groups->each + begin + i, threadIdx.x ? own : 0, size - i * COLUMNS);
-    uint64 tokens_there = 0;
-    int place = 0;
+        for (int i = 0; i < segments; i++)
+            begin_segment(groups->each + begin + i, threadIdx.x, size - i * COLUMNS);
+        int place = 0;
 #pragma unroll 1
-    for (uint64 left = present; left; left &= left - 1, place++) {
-        const int at = __ffsll(left) - 4, token = at / 4, rank = threadIdx.x ? static_cast<int>(ranks >> at & 7) : TOP;
-        tokens_there |= 1ull << token;
-        if (counts)
+        for (uint64 left = ranks & FLAGS; left; left &= left - 1, place++) {
+            const int at = __ffsll(left) - 4, token = at / 4, rank = static_cast<int>(ranks >> at & 7);
             groups->each[begin + place / COLUMNS].routes[place % COLUMNS] = static_cast<Bytes2>(16 * token + rank);
+        }
+        return;
     }
-    if (threadIdx.x == 0) {
-        groups->shared_segments = segments;
-        groups->tokens = tokens_there;
-    }
-    if (threadIdx.x == GROUPING_WARPS * 32 - 1)
-        groups->segments = begin + segments;
+    // The shared expert has most tokens: a lane each.
+    const bool has_token = lane < FEW && present >> 4 * lane & 8;
+    const unsigned tokens_there = __ballot_sync(~0u, has_token);
+    if (lane < shared_segments)
+        begin_segment(groups->each + lane, 0, shared_tokens - lane * COLUMNS);
+    if (lane == 0)
+        begin_groups(groups, begin, shared_segments, tokens_there);
+    __syncwarp();
+    const int place = __popc(tokens_there & ((1u << lane) - 1));
+    if (has_token && has_shared)
+        groups->each[place / COLUMNS].routes[place % COLUMNS] = static_cast<Bytes2>(16 * lane + TOP);
 }
 #endif
 
@@ -656,9 +712,9 @@ extern "C" __global__ void CLUSTER(ROUTE_BLOCKS) __launch_bounds__(ROUTE_WARPS *
         return;
     wait_for_bytes(&memory.scores_arrived);
     const int token = blockIdx.x;
-    const float shared = warp == CHOOSING_WARPS && has_shared ? score_of(memory.parts_of_shared, 1, 0) : 0.0f;
+    const float shared = warp == EXPERT_WARPS && has_shared ? score_of(memory.parts_of_shared, 1, 0) : 0.0f;
     choose_together(memory, most, shared);
-    if (warp == CHOOSING_WARPS && lane == 0) {
+    if (warp == EXPERT_WARPS && lane == 0) {
         if (has_shared)
             shared_scale[token * shared_row] = memory.is_bad ? 0.0f : sigmoid(shared);
         if (memory.is_bad)
@@ -686,36 +742,40 @@ extern "C" __global__ void CLUSTER(ROUTE_BLOCKS) __launch_bounds__(ROUTE_WARPS *
 #endif
 }
 
-// HAS_OTHER: whether the shared expert may be in eight bits where the others are not.
+// HAS_OTHER: whether the shared expert may be in eight bits where the others are not. Such formats have no tickets: their units are too short.
 template <typename Format, int TILES, int STAGES, bool HAS_OTHER>
 __device__ __forceinline__ void run_gate_up(const GateUp& call, const Banks& banks, bool is_shared_other)
 {
     static_assert(TILES <= GATE_WARPS / 2, "a thread has a row of a tile and a column");
-    __shared__ typename GateUpWork<Format, TILES>::Partial partial[2];
+    __shared__ GateUpTurn<TILES> turns[2];
+    const int tiles = static_cast<int>(call.tiles.value), all = gridDim.x;
+    int unit = blockIdx.x, apart = all;
     prefetch_all(banks.shared.base, call.shared_bytes);
     prefetch_all(call.ahead, call.ahead_bytes);
+    if (threadIdx.x == 0)
+        turns[0].next_unit = unit + apart;
+    __syncthreads();
     // Released only after the wait: the next launch counts on the groups' being there.
     wait_for_predecessor();
     release_successor();
-    const int tiles = static_cast<int>(call.tiles.value), all = gridDim.x;
-    int unit = blockIdx.x, apart = all;
     // Looked up beside the numbers of segments, not behind them: whatever the segment of a first unit, it is in memory.
     const int segment = call.tiles.quotient(unit);
     Place place(call.groups->each + segment, false, unit - segment * tiles);
     const Bytes8 numbers = __ldcg(reinterpret_cast<const Bytes8*>(call.groups));
     const int shared_segments = numbers.y, units = numbers.x * tiles;
     place.is_shared = segment < shared_segments;
-    if (HAS_OTHER && is_shared_other) {
-        GateUpWork<Wide, TILES> work(call, banks, shared_segments, partial);
-        const int shared_units = shared_segments * tiles;
-        stream<Wide, STAGES>(work, place, unit, all, shared_units);
-        __syncthreads();
-        const bool has_shared = unit < shared_units;
-        go_on_behind_shared(unit, apart, shared_units, units);
-        if (has_shared)
-            place = work.place(min(unit, units - 1));
-    }
-    GateUpWork<Format, TILES> work(call, banks, shared_segments, partial);
+    if constexpr (HAS_OTHER)
+        if (is_shared_other) {
+            GateUpWork<Wide, TILES, false> work(call, banks, shared_segments, turns);
+            const int shared_units = shared_segments * tiles;
+            stream<Wide, STAGES>(work, place, unit, all, shared_units);
+            __syncthreads();
+            const bool has_shared = unit < shared_units;
+            go_on_behind_shared(unit, apart, shared_units, units);
+            if (has_shared)
+                place = work.place(min(unit, units - 1));
+        }
+    GateUpWork<Format, TILES, !HAS_OTHER> work(call, banks, shared_segments, turns);
     stream<Format, STAGES>(work, place, unit, apart, units);
 }
 
@@ -759,7 +819,8 @@ __device__ __forceinline__ void run_down(const Down& call, const Banks& banks, b
         wait_for_predecessor();
     int unit = threadIdx.x >> 5;
     Place place(call.groups->each + unit, false, blockIdx.x);
-    const DownStart<THREADS, BATCH> start(call);
+    DownStart<THREADS, BATCH> start(call);
+    start.load(call);
     start.store(call, memory);
     place.is_shared = unit < start.shared_segments;
     if (HAS_OTHER && is_shared_other) {
@@ -794,7 +855,7 @@ __device__ __forceinline__ void run_down_slots(const Down& call, const Banks& ba
     const Bytes16* from = reinterpret_cast<const Bytes16*>(call.groups->each);
     constexpr int FIRST = least(THREADS, 2 * sizeof slots.segments / sizeof(Segment));
     const Bytes16 half = __ldcg(from + min(static_cast<int>(threadIdx.x), FIRST - 1));
-    const DownStart<THREADS, TOKENS> start(call);
+    DownStart<THREADS, TOKENS> start(call);
     if (threadIdx.x < FIRST)
         halves[threadIdx.x] = half;
 #pragma unroll 1
@@ -804,27 +865,40 @@ __device__ __forceinline__ void run_down_slots(const Down& call, const Banks& ba
         init_barrier(shared_address(slots.arrivals[0] + threadIdx.x), 1);
     fence_for_copies();
     __syncthreads();
-    start.store(call, memory);
     const DownWork<Format> work(call, banks, start.shared_segments, memory.sums_of_paths);
     SlotStream<Format, Batch, SLOT_BYTES> stream(work, slots, start.segments);
     const int unit = threadIdx.x >> 5;
     const bool is_other = HAS_OTHER && is_shared_other && unit < start.shared_segments;
     static_assert(!HAS_OTHER || (SLOTS <= 2 && TOKENS <= COLUMNS), "a warp has one unit of the shared expert, and one slot beside it");
+    // Weights first, and then activations: what the sums are put together with has time.
+    if constexpr (HAS_OTHER)
+        if (is_other) {
+            const DownWork<Wide> other_work(call, banks, start.shared_segments, memory.sums_of_paths);
+            SlotStream<Wide, Batch, SLOT_BYTES>(other_work, slots, start.shared_segments).ask(unit, 0);
+            if (SLOTS > 1)
+                stream.ask(unit + WARPS, 1);
+        }
+    if (!is_other)
+        stream.ask_first(unit);
+    work.wait();
+    int first = unit, slot = 0;
+    unsigned had = 0;
     if constexpr (HAS_OTHER)
         if (is_other) {
             const DownWork<Wide> other_work(call, banks, start.shared_segments, memory.sums_of_paths);
             SlotStream<Wide, Batch, SLOT_BYTES> other(other_work, slots, start.shared_segments);
-            other.ask(unit, 0);
-            if (SLOTS > 1)
-                stream.ask(unit + WARPS, 1);
-            work.wait();
+            other.take(unit);
             other.go_on(unit, 0, 0);
             // The first slot has had a phase.
             stream.ask(unit + SLOTS * WARPS, 0);
-            stream.go_on(unit + WARPS, 1 % SLOTS, 1);
+            first = unit + WARPS;
+            slot = 1 % SLOTS;
+            had = 1;
         }
-    if (!is_other)
-        stream.run(unit);
+    stream.take(first);
+    start.load(call);
+    start.store(call, memory);
+    stream.go_on(first, slot, had);
     put_together<THREADS>(call, memory, start.tokens);
 #endif
 }
@@ -833,7 +907,7 @@ __device__ __forceinline__ void run_down_slots(const Down& call, const Banks& ba
     const char *base, const char *high, const char *scales, const char *shared_base, const char *shared_high, const char *shared_scales,       \
         int64 is_shared_other, const Bytes16 *x, int64 x_row, int64 hidden, int64 width, const Groups *groups, unsigned *act, int64 paths,     \
         int64 handing, int64 shared_handing, int64 tiles, int64 inverse_of_tiles, int64 shared_bytes, const char *ahead, int64 ahead_bytes,    \
-        int64 are_tokens_ready
+        int64 are_tokens_ready, int64 tokens
 #define DOWN_PARAMETERS                                                                                                                        \
     const char *base, const char *high, const char *scales, const char *shared_base, const char *shared_high, const char *shared_scales,       \
         int64 is_shared_other, const unsigned *act, int64 paths, int64 hidden, int64 width, const Groups *groups, const float *alpha,          \
@@ -841,7 +915,7 @@ __device__ __forceinline__ void run_down_slots(const Down& call, const Banks& ba
 
 #define GATE_UP_ARGUMENTS                                                                                                                      \
     GateUp { x, x_row, hidden, width, groups, act, paths, static_cast<int>(handing), static_cast<int>(shared_handing),                         \
-             divisor_of(tiles, inverse_of_tiles), shared_bytes, ahead, ahead_bytes, are_tokens_ready != 0 },                                   \
+             divisor_of(tiles, inverse_of_tiles), shared_bytes, ahead, ahead_bytes, are_tokens_ready != 0, tokens },                                   \
         Banks { { base, high, scales }, { shared_base, shared_high, shared_scales } }, is_shared_other != 0
 
 #define GATE_UP_KERNEL(name, format, tiles_of_unit, stages, has_other)                                                                         \
@@ -851,7 +925,7 @@ __device__ __forceinline__ void run_down_slots(const Down& call, const Banks& ba
     }
 
 #define GATE_UP_FEW_KERNEL(name, format, has_other)                                                                                            \
-    extern "C" __global__ void __launch_bounds__(GATE_WARPS * 32, GATE_BLOCKS) gpukit_gate_up_few_##name(GATE_UP_PARAMETERS)                   \
+    extern "C" __global__ void __launch_bounds__(GATE_WARPS * 32, GateFew<format>::BLOCKS) gpukit_gate_up_few_##name(GATE_UP_PARAMETERS)                   \
     {                                                                                                                                          \
         run_gate_up_slots<format, has_other>(GATE_UP_ARGUMENTS);                                                                               \
     }
@@ -898,8 +972,8 @@ __device__ __forceinline__ void run_down_slots(const Down& call, const Banks& ba
 // Stages: enough bytes on their way, within the registers that the blocks of a multiprocessor leave each other. Measured on an H200: more warps with
 // fewer registers lose 2 to 15 %, two tiles gain 5 % in fp8 and lose 1 to 5 % in bf16.
 MOE_KERNELS(bf16, Bf16, 1, 8, 4, 8, false)
-MOE_KERNELS(fp8, Fp8, 2, 2, 2, 4, false)
-MOE_KERNELS(q4, Split<4>, 1, 8, 3, 2, true)
+MOE_KERNELS(fp8, Fp8, 2, 2, 4, 4, false)
+MOE_KERNELS(q4, Split<4>, 1, 8, 2, 2, true)
 MOE_KERNELS(q5, Split<5>, 1, 8, 3, 4, true)
 MOE_KERNELS(q6, Split<6>, 1, 8, 3, 4, true)
 MOE_KERNELS(w8, Wide, 1, 8, 4, 4, false)

@@ -23,6 +23,17 @@ constexpr int KNOWN_LENGTH = 512;
 // As many segments as there can be, and more: those of units that are looked up before it is known how many there are.
 constexpr int MOST_SEGMENTS = MOST_EXPERTS + 2 * BATCH;
 
+// One of two types.
+template <bool IS_FIRST, typename First, typename Second>
+struct Either {
+    using Type = First;
+};
+
+template <typename First, typename Second>
+struct Either<false, First, Second> {
+    using Type = Second;
+};
+
 // The smaller of two constants.
 __device__ constexpr int least(int one, int other)
 {
@@ -42,7 +53,8 @@ struct Groups {
     int segments;
     int shared_segments;
     uint64 tokens;  // those that have experts, as bits
-    int64 unused[14];
+    int tickets;    // taken by blocks of the gate and up projections, a unit's each
+    int unused[27];
     Segment each[MOST_SEGMENTS];
 };
 
@@ -187,6 +199,15 @@ __device__ __forceinline__ void arrange(unsigned (&pairs)[4])
     pairs[1] = __byte_perm(a, b, 0x7632);
     pairs[2] = __byte_perm(c, d, 0x5410);
     pairs[3] = __byte_perm(c, d, 0x7632);
+}
+
+// The same, of a vector.
+template <int ORDER>
+__device__ __forceinline__ Bytes16 arranged(const Bytes16& oct)
+{
+    unsigned pairs[4] = {oct.x, oct.y, oct.z, oct.w};
+    arrange<ORDER>(pairs);
+    return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
 }
 
 // A format: STEP elements of a row are taken at a time, STEP_BYTES of the base and HIGH_BYTES of the high bits, OCTS octs a lane; `at` counts steps
@@ -558,20 +579,28 @@ struct Handing {
     }
 };
 
-// Eight lanes side by side have the elements of an oct: which of the row's words handed on a lane's is, and what is in it.
-__device__ __forceinline__ unsigned word_of_oct(float value, const Handing& handing, int oct, int& place)
+// Eight lanes side by side have the elements of an oct, and a word of what is handed on each: what is in it.
+__device__ __forceinline__ unsigned word_of_oct(float value, const Handing& handing)
 {
-    const int element = threadIdx.x % 8, apart = apart_in(handing.order);
+    const int apart = apart_in(handing.order);
     const float other = __shfl_xor_sync(~0u, value, apart);
-    place = 8 * oct + element;
     if (handing.octs == 0)
         return __float_as_uint(value);
-    const bool is_upper = element & apart;
+    const bool is_upper = threadIdx.x % 8 & apart;
     unsigned first, rest;
     split_pair(is_upper ? other : value, is_upper ? value : other, first, rest);
-    const int pair = handing.order == NIBBLES ? element % 4 : handing.order == BYTES ? element % 2 + element / 4 * 2 : element / 2;
-    place = 4 * (Handing::place(oct, handing.octs) + QUADS * is_upper) + pair;
     return is_upper ? rest : first;
+}
+
+// And which word of the row it is.
+__device__ __forceinline__ int place_in_row(const Handing& handing, int oct)
+{
+    const int element = threadIdx.x % 8;
+    if (handing.octs == 0)
+        return 8 * oct + element;
+    const bool is_upper = element & apart_in(handing.order);
+    const int pair = handing.order == NIBBLES ? element % 4 : handing.order == BYTES ? element % 2 + element / 4 * 2 : element / 2;
+    return 4 * (Handing::place(oct, handing.octs) + QUADS * is_upper) + pair;
 }
 
 __device__ __forceinline__ void take_vector(const Bytes16& v, unsigned (&operand)[4])
@@ -691,6 +720,28 @@ struct FromColumns {
     }
 };
 
+// products += a step of 16 rows times the tokens, without its scales.
+template <typename Format, typename Activations>
+__device__ __forceinline__ void multiply_unscaled(float (&products)[Activations::SETS][4], const typename Format::Raw& upper,
+                                                  const typename Format::Raw& lower, const Activations& taken, bool are_many = true)
+{
+    constexpr int SETS = Activations::SETS;
+#pragma unroll
+    for (int oct = 0; oct < Format::OCTS; oct++) {
+        unsigned one[4], other[4], operands[SETS][4];
+        Format::expand(upper, oct, one);
+        Format::expand(lower, oct, other);
+        taken.take(oct, operands);
+        multiply_oct(products[0], one, other, operands[0]);
+        if constexpr (SETS > 1) {
+            if (Activations::IS_SECOND_FOR_MANY)
+                multiply_oct(products[1], one, other, operands[1], are_many);
+            else
+                multiply_oct(products[1], one, other, operands[1]);
+        }
+    }
+}
+
 // sums += a step of 16 rows times the tokens.
 template <typename Format, typename Activations>
 __device__ __forceinline__ void multiply_step(float (&sums)[Activations::SETS][4], const typename Format::Raw& upper,
@@ -698,21 +749,7 @@ __device__ __forceinline__ void multiply_step(float (&sums)[Activations::SETS][4
 {
     constexpr int SETS = Activations::SETS;
     float products[SETS][4] = {};
-    float(&target)[SETS][4] = Format::HAS_SCALE ? products : sums;
-#pragma unroll
-    for (int oct = 0; oct < Format::OCTS; oct++) {
-        unsigned one[4], other[4], operands[SETS][4];
-        Format::expand(upper, oct, one);
-        Format::expand(lower, oct, other);
-        taken.take(oct, operands);
-        multiply_oct(target[0], one, other, operands[0]);
-        if constexpr (SETS > 1) {
-            if (Activations::IS_SECOND_FOR_MANY)
-                multiply_oct(target[1], one, other, operands[1], are_many);
-            else
-                multiply_oct(target[1], one, other, operands[1]);
-        }
-    }
+    multiply_unscaled<Format>(Format::HAS_SCALE ? products : sums, upper, lower, taken, are_many);
     if (Format::HAS_SCALE) {
         const float of_upper = Format::scale(upper), of_lower = Format::scale(lower);
 #pragma unroll

@@ -15,30 +15,26 @@ struct GateSlot {
     static constexpr int HIGH_ROW = ALL_STEPS * Format::HIGH_BYTES, SCALES_ROW = Format::HAS_SCALE ? 2 * ALL_STEPS : 0;
     static constexpr int HIGH = TILE * PITCH, SCALES = HIGH + TILE * HIGH_ROW, BYTES = SCALES + TILE * SCALES_ROW;
 
-    // The threads of GATE_WARPS warps ask for a unit, when all are done with what the slot had.
-    static __device__ __forceinline__ void ask(const Bank& bank, int expert, int tile, int width, const char* slot, const uint64* barrier)
+    // Of the base a row or a half is a copy, of the other planes a half.
+    static constexpr int BASES = IS_PADDED ? TILE : 2, HIGHS = HIGH_ROW > 0 ? 2 : 0, COPIES = BASES + HIGHS + (SCALES_ROW > 0 ? 2 : 0);
+
+    static __device__ __forceinline__ void expect(const uint64* barrier)
     {
-        constexpr int EACH = TILE / GATE_WARPS;
-        const unsigned to = shared_address(slot), arrival = shared_address(barrier);
-        const CachePolicy policy = policy_evict_first();
-        const int thread = threadIdx.x % (32 * GATE_WARPS), number = thread / 32 * EACH + thread % 32;
-        if (thread == 0) {
-            arrive_and_expect(arrival, TILE * (ROW + HIGH_ROW + SCALES_ROW));
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const int64 row = (2 * expert + half) * width + tile * HALF;
-                if (!IS_PADDED)
-                    copy_in_bulk(to + half * HALF * ROW, bank.base + row * ROW, HALF * ROW, arrival, policy);
-                if (HIGH_ROW)
-                    copy_in_bulk(to + HIGH + half * HALF * HIGH_ROW, bank.high + row * HIGH_ROW, HALF * HIGH_ROW, arrival, policy);
-                if (SCALES_ROW)
-                    copy_in_bulk(to + SCALES + half * HALF * SCALES_ROW, bank.scales + row * SCALES_ROW, HALF * SCALES_ROW, arrival, policy);
-            }
-        }
-        if (IS_PADDED && thread % 32 < EACH) {
-            const int64 row = (2 * expert + number / HALF) * width + tile * HALF + number % HALF;
-            copy_in_bulk(to + number * PITCH, bank.base + row * ROW, ROW, arrival, policy);
-        }
+        arrive_and_expect(shared_address(barrier), TILE * (ROW + HIGH_ROW + SCALES_ROW));
+    }
+
+    // One of the copies, when all are done with what the slot had.
+    static __device__ __forceinline__ void ask(
+        const Bank& bank, int expert, int tile, int width, const char* slot, const uint64* barrier, int copy, CachePolicy policy)
+    {
+        const int of_other = copy - BASES;
+        const bool is_base = of_other < 0, is_high = of_other < HIGHS;
+        const int rows = is_base ? TILE / BASES : HALF, first = is_base ? copy * rows : of_other % 2 * HALF;
+        const int row_bytes = is_base ? ROW : is_high ? HIGH_ROW : SCALES_ROW;
+        const int to = is_base ? first * PITCH : (is_high ? HIGH : SCALES) + first * row_bytes;
+        const char* plane = is_base ? bank.base : is_high ? bank.high : bank.scales;
+        const int64 row = (2 * expert + first / HALF) * width + tile * HALF + first % HALF;
+        copy_in_bulk(shared_address(slot) + to, plane + row * row_bytes, rows * row_bytes, shared_address(barrier), policy);
     }
 
     // All but the scales of this lane's part of a step of this warp's slice.
@@ -53,39 +49,76 @@ struct GateSlot {
         }
     }
 
-    // Where the scales of a row of this lane's are, of this warp's slice.
-    static __device__ __forceinline__ const char* scales(const char* slot, int half)
+    // Where the scales of a row's slice are.
+    static __device__ __forceinline__ const char* scales(const char* slot, int row, int slice)
     {
-        return slot + SCALES + (half * HALF + (threadIdx.x & 31) / 4) * SCALES_ROW + threadIdx.x / 32 % GATE_WARPS * 2 * STEPS;
+        return slot + SCALES + row * SCALES_ROW + slice * 2 * STEPS;
     }
 };
 
-// What a block has in shared memory for few tokens: slots, as many as fit of a format, and the segments. Contiguous copies suit it better than padded
-// rows: its warps wait for memory, not for banks.
-constexpr int GATE_SLOTS_BYTES = 70656;
-constexpr int MOST_GATE_SLOTS = 4;
+// Few tokens: blocks of a multiprocessor. Formats that are more work than their bytes have the tokens in shared memory, in the order of nibbles, which
+// takes loads and permutations out of the loop and leaves registers for one more block, where its slots fit.
+template <typename Format>
+struct GateFew {
+    static constexpr bool HAS_TOKENS = Format::ORDER == NIBBLES;
+    static constexpr int BLOCKS = HAS_TOKENS && Format::HIGH_BYTES == 0 ? 4 : 3;
+};
+constexpr int GATE_SLOTS = 2;
 constexpr int FEW_SEGMENTS = HALF_COLUMNS * TOP + 1;
+// Accesses of a token, and from one token to the next: no two that are read at once are in the same banks.
+constexpr int TOKEN_LENGTH = GATE_WARPS * KNOWN_LENGTH / 8, TOKEN_PITCH = TOKEN_LENGTH + QUADS;
 
+// Contiguous copies suit it better than padded rows: warps wait for memory, not for banks.
+template <typename Format>
 struct GateSlotMemory {
-    char slots[GATE_SLOTS_BYTES];
-    uint64 arrivals[2][MOST_GATE_SLOTS];
+    static constexpr bool HAS_TOKENS = GateFew<Format>::HAS_TOKENS;
+    char slots[GATE_SLOTS * GateSlot<Format, false>::BYTES];
+    uint64 arrivals[2][GATE_SLOTS];
     Segment segments[FEW_SEGMENTS];
+    Bytes16 tokens[HAS_TOKENS ? HALF_COLUMNS : 1][HAS_TOKENS ? TOKEN_PITCH : 1];
+};
+
+// Where an oct of a token is: two octs of a lane make a step, in each of which those of quads lie side by side.
+__device__ __forceinline__ constexpr int place_of_oct(int oct)
+{
+    return oct / (2 * QUADS) * 2 * QUADS + oct % 2 * QUADS + oct % (2 * QUADS) / 2;
+}
+
+// A lane's octs of a step of its column's token, in the order of nibbles.
+template <typename Format>
+struct FromNibbles {
+    static constexpr int SETS = 1;
+    const Bytes16* octs;
+
+    __device__ __forceinline__ void take(int oct, unsigned (&operands)[SETS][4]) const
+    {
+        take_vector(octs[QUADS * oct], operands[0]);
+        if (Format::ORDER == BYTES) {
+            const unsigned a = operands[0][0], b = operands[0][1], c = operands[0][2], d = operands[0][3];
+            operands[0][0] = __byte_perm(a, c, 0x5410);
+            operands[0][1] = __byte_perm(b, d, 0x5410);
+            operands[0][2] = __byte_perm(a, c, 0x7632);
+            operands[0][3] = __byte_perm(b, d, 0x7632);
+        }
+    }
 };
 
 // A block's units, `apart` from each other.
-template <typename Format>
+template <typename Format, typename Memory>
 struct GateSlotStream {
     using Own = GateSlot<Format, false>;
-    using Work = GateUpWork<Format, 1>;
+    using Work = GateUpWork<Format, 1, false>;
+    static constexpr bool HAS_TOKENS = Memory::HAS_TOKENS;
     static constexpr int STEPS = Own::STEPS, LENGTH = Work::STEP_LENGTH * Format::OCTS;
-    static constexpr int SLOTS = least(GATE_SLOTS_BYTES / Own::BYTES, MOST_GATE_SLOTS);
+    static constexpr int SLOTS = least(sizeof Memory::slots / Own::BYTES, GATE_SLOTS);
+    static_assert(SLOTS > 0, "a unit fits");
     Work& work;
-    GateSlotMemory& memory;
+    Memory& memory;
     uint64* arrivals;
     int tiles;
-    AsTheyAre<Format> taken[STEPS];
+    AsTheyAre<Format> taken[HAS_TOKENS ? 1 : STEPS];
 
-    __device__ __forceinline__ GateSlotStream(Work& work, GateSlotMemory& memory, uint64* arrivals)
+    __device__ __forceinline__ GateSlotStream(Work& work, Memory& memory, uint64* arrivals)
         : work(work), memory(memory), arrivals(arrivals), tiles(static_cast<int>(work.call.tiles.value))
     {
     }
@@ -105,10 +138,16 @@ struct GateSlotStream {
     {
         if (unit >= end)
             return;
-        const int segment = work.call.tiles.quotient(unit);
+        const int segment = work.call.tiles.quotient(unit), tile = unit - segment * tiles;
         const Bank bank = choose(segment < work.shared_segments, work.banks.shared, work.banks.routed);
         const int expert = memory.segments[segment].expert, width = static_cast<int>(work.call.width);
-        Own::ask(bank, expert, unit - segment * tiles, width, memory.slots + slot * Own::BYTES, arrivals + slot);
+        const CachePolicy policy = policy_evict_first();
+        if (threadIdx.x == 0) {
+            Own::expect(arrivals + slot);
+#pragma unroll
+            for (int copy = 0; copy < Own::COPIES; copy++)
+                Own::ask(bank, expert, tile, width, memory.slots + slot * Own::BYTES, arrivals + slot, copy, policy);
+        }
     }
 
     // Where this lane's elements of its column's token begin; columns without one have the first one's.
@@ -117,24 +156,36 @@ struct GateSlotStream {
         return work.activations(__shfl_sync(~0u, static_cast<int>(place.route), place.has_token() ? threadIdx.x & 31 : 0));
     }
 
+    // The same in shared memory.
+    __device__ __forceinline__ const Bytes16* token_here(const Place& place) const
+    {
+        const int route = __shfl_sync(~0u, static_cast<int>(place.route), place.has_token() ? threadIdx.x & 31 : 0);
+        return memory.tokens[route >> 4] + threadIdx.x / 32 * KNOWN_LENGTH / 8 + place_of_oct(Format::OCTS * (threadIdx.x & 3));
+    }
+
     // A unit's sums, with the next one's tokens on their way to where its own were.
     __device__ __forceinline__ void multiply(const Place& place, const Place& next, bool has_next, int slot, unsigned phase)
     {
-        const Bytes16* token = token_of(next);
+        const Bytes16* token = HAS_TOKENS ? token_here(place) : token_of(next);
         wait_for_phase(shared_address(arrivals + slot), phase);
         const char* own = memory.slots + slot * Own::BYTES;
         float sums[1][1][4] = {};
         RowScales<Format, STEPS> scales[2];
-        scales[0].take_all(Own::scales(own, 0));
-        scales[1].take_all(Own::scales(own, 1));
+        const int line = (threadIdx.x & 31) / 4, slice = threadIdx.x / 32 % GATE_WARPS;
+        scales[0].take_all(Own::scales(own, line, slice));
+        scales[1].take_all(Own::scales(own, line + Own::HALF, slice));
 #pragma unroll
         for (int step = 0; step < STEPS; step++) {
             typename Format::Raw held[2];
             Own::take(own, step, held);
             scales[0].take(held[0], step);
             scales[1].take(held[1], step);
-            multiply_step<Format>(sums[0], held[0], held[1], taken[step]);
-            taken[step].load_wanted(token + step * LENGTH, has_next && next.has_token());
+            if constexpr (HAS_TOKENS) {
+                multiply_step<Format>(sums[0], held[0], held[1], FromNibbles<Format>{token + place_of_oct(Format::OCTS * QUADS * step)});
+            } else {
+                multiply_step<Format>(sums[0], held[0], held[1], taken[step]);
+                taken[step].load_wanted(token + step * LENGTH, has_next && next.has_token());
+            }
         }
         work.finish(place, sums);
     }
@@ -147,10 +198,12 @@ struct GateSlotStream {
         for (int slot = 0; slot < SLOTS; slot++)
             ask(unit + slot * apart, end, slot);
         Place own = place(unit);
-        const Bytes16* token = token_of(own);
+        if constexpr (!HAS_TOKENS) {
+            const Bytes16* token = token_of(own);
 #pragma unroll
-        for (int step = 0; step < STEPS; step++)
-            taken[step].load_in_order(token + step * LENGTH);
+            for (int step = 0; step < STEPS; step++)
+                taken[step].load_in_order(token + step * LENGTH);
+        }
         int slot = 0;
         unsigned phase = 0;
 #pragma unroll 1
@@ -175,14 +228,25 @@ template <typename Format, bool HAS_OTHER>
 __device__ __forceinline__ void run_gate_up_slots(const GateUp& call, const Banks& banks, bool is_shared_other)
 {
 #if __CUDA_ARCH__ == 900
-    __shared__ typename GateUpWork<Format, 1>::Partial partial[2];
+    __shared__ GateUpTurn<1> turns[2];
     extern __shared__ __align__(128) char dynamic[];
-    GateSlotMemory& memory = *reinterpret_cast<GateSlotMemory*>(dynamic);
+    using Memory = GateSlotMemory<Format>;
+    Memory& memory = *reinterpret_cast<Memory*>(dynamic);
     prefetch_all(banks.shared.base, call.shared_bytes);
     prefetch_all(call.ahead, call.ahead_bytes);
-    if (threadIdx.x < 2 * MOST_GATE_SLOTS)
+    if (threadIdx.x < 2 * GATE_SLOTS)
         init_barrier(shared_address(memory.arrivals[0] + threadIdx.x), 1);
     fence_for_copies();
+    if constexpr (Memory::HAS_TOKENS) {
+        if (!call.are_tokens_ready)
+            wait_for_predecessor();
+#pragma unroll 1
+        for (int i = threadIdx.x; i < call.tokens * TOKEN_LENGTH; i += 32 * GATE_WARPS) {
+            const int token = i / TOKEN_LENGTH, oct = i % TOKEN_LENGTH;
+            // From the L2: the L1 may have what was there before.
+            memory.tokens[token][place_of_oct(oct)] = arranged<NIBBLES>(__ldcg(call.x + token * call.x_row + oct));
+        }
+    }
     // Released only after the wait: the next launch counts on the groups' being there.
     wait_for_predecessor();
     release_successor();
@@ -195,15 +259,15 @@ __device__ __forceinline__ void run_gate_up_slots(const GateUp& call, const Bank
     const int tiles = static_cast<int>(call.tiles.value), all = gridDim.x, shared_segments = numbers.y, units = numbers.x * tiles;
     int unit = blockIdx.x, apart = all;
     if (HAS_OTHER && is_shared_other) {
-        GateUpWork<Wide, 1> work(call, banks, shared_segments, partial);
+        GateUpWork<Wide, 1, false> work(call, banks, shared_segments, turns);
         const int shared_units = shared_segments * tiles;
         work.take_usual();
-        GateSlotStream<Wide>(work, memory, memory.arrivals[1]).run(unit, all, shared_units);
+        GateSlotStream<Wide, Memory>(work, memory, memory.arrivals[1]).run(unit, all, shared_units);
         __syncthreads();
         go_on_behind_shared(unit, apart, shared_units, units);
     }
-    GateUpWork<Format, 1> work(call, banks, shared_segments, partial);
+    GateUpWork<Format, 1, false> work(call, banks, shared_segments, turns);
     work.take_usual();
-    GateSlotStream<Format>(work, memory, memory.arrivals[0]).run(unit, apart, units);
+    GateSlotStream<Format, Memory>(work, memory, memory.arrivals[0]).run(unit, apart, units);
 #endif
 }

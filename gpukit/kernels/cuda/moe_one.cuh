@@ -10,29 +10,35 @@
 // Registers of a thread of both: each quarter of a multiprocessor has 512 for each of its lanes, and two warps of each block.
 constexpr int GATE_ONE_REGISTERS = 72;
 constexpr int DOWN_ONE_REGISTERS = 184;
-// Groups of GATE_WARPS warps of a block of the gate and up projections; each has units and slots of its own.
-constexpr int GATE_GROUPS = 2;
+constexpr int GATE_ONE_WARPS = 8;
 
-// A warp's slice of the token.
+// Groups of warps, each of which has units and slots of its own. Where an element with a scale is a byte, a slice of rows is shared by two warps: products
+// of its steps are put together at the end, in their order, whoever has made them. All warps then have a unit together, whose weights are multiplied
+// while the next one's are on their way. Other formats have more to do for as many bytes, and lose by it what it costs.
+template <typename Format>
+struct GateGroup {
+    static constexpr bool IS_OF_BYTES = Format::HAS_SCALE && Format::ORDER == BYTES;
+    static constexpr int SHARERS = IS_OF_BYTES ? 2 : 1, WARPS = GATE_WARPS * SHARERS, GROUPS = GATE_ONE_WARPS / WARPS;
+    // Together as many units as a block has of 512 on 132 multiprocessors, if rows are not too long. Those of bytes are contiguous: fewer copies are
+    // asked for sooner, and eight of their rows meet in banks only twice as often.
+    static constexpr bool IS_PADDED = !IS_OF_BYTES;
+    static constexpr int SLOTS = (Format::HAS_SCALE ? 4 : 2) / GROUPS, SLOTS_BYTES = SLOTS * GateSlot<Format, IS_PADDED>::BYTES;
+};
+
+// A slice of the token.
 using TokenSlice = Bytes16[KNOWN_LENGTH / 8];
 
-// Bytes of a group's slots: two units, or one where rows are long, and one of eight bits where the shared expert may be in them.
-template <typename Format, bool HAS_OTHER>
-__device__ __forceinline__ constexpr int gate_one_bytes()
-{
-    constexpr int OWN = (Format::HAS_SCALE ? 2 : 1) * GateSlot<Format, true>::BYTES, OTHER = HAS_OTHER ? GateSlot<Wide, true>::BYTES : 0;
-    return OWN > OTHER ? OWN : OTHER;
-}
-
-template <int SOME_BYTES, bool HAS_OTHER>
+// HAS_OTHER: whether the shared expert may be in eight bits where the others are not.
+template <typename SomeGroup, bool HAS_OTHER>
 struct GateOneMemory {
-    static constexpr int SLOTS_BYTES = SOME_BYTES, MOST_SLOTS = 2;
-    char slots[GATE_GROUPS][SLOTS_BYTES];
+    using Group = SomeGroup;
+    char slots[Group::GROUPS][Group::SLOTS_BYTES];
+    // Of slices of rows that are not shared, in turns.
+    float sums[2][Group::GROUPS][Group::SLOTS][GATE_WARPS][TILE];
     // Of the routed experts and of the shared one.
-    uint64 arrivals[2][GATE_GROUPS][MOST_SLOTS];
+    uint64 arrivals[2][Group::GROUPS][Group::SLOTS];
     // In the order of the format, and in that of eight bits.
     TokenSlice token[HAS_OTHER ? 2 : 1][GATE_WARPS];
-    float partial[GATE_GROUPS][2][GATE_WARPS][TILE];
     int experts[TOP];
 };
 
@@ -48,21 +54,15 @@ struct InOrder {
     }
 };
 
-template <int ORDER>
-__device__ __forceinline__ Bytes16 arranged(const Bytes16& oct)
-{
-    unsigned pairs[4];
-    take_vector(oct, pairs);
-    arrange<ORDER>(pairs);
-    return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-}
-
 // The units of this group of warps, of the routed experts or of the shared one. IS_OTHER: of the shared one in eight bits where the others are not.
 // UNROLLED: as many steps at once as there are registers for.
 template <typename Format, int UNROLLED, bool IS_OTHER, typename Memory>
 struct GateOneStream {
-    using Own = GateSlot<Format, true>;
-    static constexpr int STEPS = Own::STEPS, SLOTS = least(Memory::SLOTS_BYTES / Own::BYTES, Memory::MOST_SLOTS);
+    using Group = typename Memory::Group;
+    using Own = GateSlot<Format, Group::IS_PADDED>;
+    static constexpr bool IS_SHARED_OUT = Group::SHARERS > 1;
+    static constexpr int STEPS = Own::STEPS, EACH = STEPS / Group::SHARERS, SLOTS = least(Group::SLOTS_BYTES / Own::BYTES, Group::SLOTS);
+    static_assert(SLOTS > 0, "a unit fits");
     const GateUp& call;
     const Bank& bank;
     Memory& memory;
@@ -76,7 +76,13 @@ struct GateOneStream {
 
     static __device__ __forceinline__ int group()
     {
-        return threadIdx.x / (32 * GATE_WARPS);
+        return threadIdx.x / (32 * Group::WARPS);
+    }
+
+    // In the group.
+    static __device__ __forceinline__ int warp()
+    {
+        return threadIdx.x / 32 % Group::WARPS;
     }
 
     static __device__ __forceinline__ int first()
@@ -86,7 +92,7 @@ struct GateOneStream {
 
     static __device__ __forceinline__ int apart()
     {
-        return GATE_GROUPS * gridDim.x;
+        return Group::GROUPS * gridDim.x;
     }
 
     __device__ __forceinline__ uint64* arrival(int slot) const
@@ -99,135 +105,187 @@ struct GateOneStream {
         return memory.slots[group()] + slot * Own::BYTES;
     }
 
-    __device__ __forceinline__ void ask(int unit, int slot) const
+    // The warps ask for what comes into all slots, a unit behind the other.
+    __device__ __forceinline__ void ask(int unit) const
     {
-        if (unit >= end)
-            return;
-        const int path = call.tiles.quotient(unit), expert = is_shared ? 0 : memory.experts[path];
-        Own::ask(bank, expert, unit - path * tiles, static_cast<int>(call.width), slot_at(slot), arrival(slot));
-    }
-
-    __device__ __forceinline__ void ask_first() const
-    {
-#pragma unroll
-        for (int slot = 0; slot < SLOTS; slot++)
-            ask(first() + slot * apart(), slot);
+        const int copy = warp() + Group::WARPS * (threadIdx.x & 31);
+#pragma unroll 1
+        for (int slot = 0; slot < SLOTS; slot++, unit += apart()) {
+            if (unit >= end)
+                return;
+            const int path = call.tiles.quotient(unit), expert = is_shared ? 0 : memory.experts[path];
+            if (copy == 0)
+                Own::expect(arrival(slot));
+            if (copy < Own::COPIES)
+                Own::ask(bank, expert, unit - path * tiles, static_cast<int>(call.width), slot_at(slot), arrival(slot), copy, policy_evict_first());
+        }
     }
 
     static __device__ __forceinline__ void meet_group()
     {
-        asm volatile("barrier.sync.aligned %0, %1;" ::"r"(group() + 1), "n"(32 * GATE_WARPS) : "memory");
+        __syncwarp();
+        asm volatile("barrier.sync.aligned %0, %1;" ::"r"(group() + 1), "n"(32 * Group::WARPS) : "memory");
     }
 
-    __device__ __forceinline__ void multiply(int slot, unsigned phase, float (&partial)[GATE_WARPS][TILE]) const
+    // Where products of a step and a row are: in place of weights of the first rows, which have been read.
+    __device__ __forceinline__ float* product(int slot, int slice, int step, int row) const
     {
-        const int warp = threadIdx.x / 32 % GATE_WARPS, line = (threadIdx.x & 31) / 4, quad = threadIdx.x & 3;
-        wait_for_phase(shared_address(arrival(slot)), phase);
+        constexpr int ROWS = least(Format::STEP_BYTES / sizeof(float), TILE);
+        return reinterpret_cast<float*>(slot_at(slot) + row / ROWS * Own::PITCH + (slice * STEPS + step) * Format::STEP_BYTES) + row % ROWS;
+    }
+
+    __device__ __forceinline__ void multiply(int slot, unsigned turn) const
+    {
+        const int line = (threadIdx.x & 31) / 4, quad = threadIdx.x & 3, slice = warp() % GATE_WARPS, from = warp() / GATE_WARPS * EACH;
+        wait_for_phase(shared_address(arrival(slot)), turn);
         const char* own = slot_at(slot);
-        const TokenSlice& token = memory.token[IS_OTHER][warp];
+        const TokenSlice& token = memory.token[IS_OTHER][slice];
         float sums[1][4] = {};
 #pragma unroll UNROLLED
-        for (int step = 0; step < STEPS; step++) {
+        for (int i = 0; i < EACH; i++) {
+            const int step = from + i;
+            const InOrder<Format> taken = {token + (QUADS * step + quad) * Format::OCTS};
             typename Format::Raw held[2];
             Own::take(own, step, held);
-            take_scale<Format>(held[0], Own::scales(own, 0), step);
-            take_scale<Format>(held[1], Own::scales(own, 1), step);
-            // The other columns have the same token, and are not looked at.
-            multiply_step<Format>(sums, held[0], held[1], InOrder<Format>{token + (QUADS * step + quad) * Format::OCTS});
+            // Of columns, which all have the same token, only the first is looked at.
+            if constexpr (IS_SHARED_OUT) {
+                float products[1][4] = {};
+                multiply_unscaled<Format>(products, held[0], held[1], taken);
+                __syncwarp();
+                if (quad == 0) {
+                    *product(slot, slice, step, line) = products[0][0];
+                    *product(slot, slice, step, line + 8) = products[0][2];
+                }
+            } else {
+                take_scale<Format>(held[0], Own::scales(own, line, slice), step);
+                take_scale<Format>(held[1], Own::scales(own, line + 8, slice), step);
+                multiply_step<Format>(sums, held[0], held[1], taken);
+            }
         }
-        if (quad == 0) {
-            partial[warp][line] = sums[0][0];
-            partial[warp][line + 8] = sums[0][2];
+        if (!IS_SHARED_OUT && quad == 0) {
+            memory.sums[turn][group()][slot][slice][line] = sums[0][0];
+            memory.sums[turn][group()][slot][slice][line + 8] = sums[0][2];
         }
     }
 
-    __device__ __forceinline__ void finish(int unit, const float (&partial)[GATE_WARPS][TILE]) const
+    // The sum of a row's slice.
+    __device__ __forceinline__ float sum_of(int slot, int turn, int slice, int row) const
     {
-        const int element = threadIdx.x % 8, number = call.tiles.quotient(unit), path = is_shared ? TOP : number;
-        float gate = partial[0][element], up = partial[0][element + 8];
+        if constexpr (!IS_SHARED_OUT)
+            return memory.sums[turn][group()][slot][slice][row];
+        RowScales<Format, STEPS> scales;
+        scales.take_all(Own::scales(slot_at(slot), row, slice));
+        float sum = 0.0f;
 #pragma unroll
-        for (int other = 1; other < GATE_WARPS; other++) {
-            gate += partial[other][element];
-            up += partial[other][element + 8];
+        for (int step = 0; step < STEPS; step++) {
+            typename Format::Raw of_step;
+            scales.take(of_step, step);
+            sum = fmaf(Format::scale(of_step), *product(slot, slice, step, row), sum);
         }
-        int word;
+        return sum;
+    }
+
+    // Where this lane's word of a unit's activations goes.
+    __device__ __forceinline__ unsigned* place(int unit) const
+    {
+        const int number = call.tiles.quotient(unit), path = is_shared ? TOP : number;
         const Handing handing(is_shared ? call.shared_handing : call.handing);
-        const unsigned result = word_of_oct(silu(gate) * up, handing, unit - number * tiles, word);
-        if (threadIdx.x % 32 < 8)
-            call.act[path * call.width + word] = result;
+        return call.act + path * call.width + place_in_row(handing, unit - number * tiles);
+    }
+
+    // A warp puts together what all have made.
+    __device__ __forceinline__ void finish(unsigned* to, int slot, int turn) const
+    {
+        const int lane = threadIdx.x & 31, element = lane % 8;
+        const float of_gate = sum_of(slot, turn, lane / 8, element), of_up = sum_of(slot, turn, lane / 8, element + 8);
+        float gate = of_gate, up = of_up;
+#pragma unroll
+        for (int slice = 1; slice < GATE_WARPS; slice++) {
+            gate += __shfl_sync(~0u, of_gate, 8 * slice + element);
+            up += __shfl_sync(~0u, of_up, 8 * slice + element);
+        }
+        const unsigned word = word_of_oct(silu(gate) * up, Handing(is_shared ? call.shared_handing : call.handing));
+        if (lane < 8)
+            *to = word;
     }
 
     // What comes into all slots has been asked for.
     __device__ __forceinline__ void run() const
     {
-        int slot = 0, turn = 0;
-        unsigned phase = 0;
+        unsigned turn = 0;
 #pragma unroll 1
-        for (int unit = first(); unit < end; unit += apart()) {
-            float(&partial)[GATE_WARPS][TILE] = memory.partial[group()][turn];
-            multiply(slot, phase, partial);
+        for (int unit = first(); unit < end; unit += SLOTS * apart(), turn ^= 1) {
+            const int later = unit + SLOTS * apart(), own = unit + warp() * apart();
+            // Before there is something to do.
+            unsigned* const to = place(own);
+#pragma unroll 1
+            for (int slot = 0; slot < SLOTS && unit + slot * apart() < end; slot++)
+                multiply(slot, turn);
+            // Copies come behind what has been stored in their place.
+            if (IS_SHARED_OUT && later < end)
+                fence_for_copies();
             meet_group();
-            if (threadIdx.x / 32 % GATE_WARPS == 0)
-                finish(unit, partial);
-            ask(unit + SLOTS * apart(), slot);
-            slot = slot + 1 < SLOTS ? slot + 1 : 0;
-            phase ^= slot == 0;
-            turn ^= 1;
+            if (!IS_SHARED_OUT)
+                ask(later);
+            if (warp() < SLOTS && own < end)
+                finish(to, warp(), turn);
+            if (IS_SHARED_OUT && later < end) {
+                meet_group();
+                ask(later);
+            }
         }
     }
 };
 
-// The shared expert hangs on no choice: its units come first. HAS_OTHER: whether it may be in eight bits where the others are not.
+// The shared expert hangs on no choice: its units come first.
 template <typename Format, int UNROLLED, bool HAS_OTHER>
 __device__ __forceinline__ void run_gate_up_one(const GateUp& call, const Banks& banks, bool is_shared_other)
 {
 #if __CUDA_ARCH__ == 900
     extern __shared__ __align__(128) char dynamic[];
-    using Memory = GateOneMemory<gate_one_bytes<Format, HAS_OTHER>(), HAS_OTHER>;
+    using Group = GateGroup<Format>;
+    using Memory = GateOneMemory<Group, HAS_OTHER>;
     Memory& memory = *reinterpret_cast<Memory*>(dynamic);
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const bool has_shared = call.paths > TOP, is_other = HAS_OTHER && is_shared_other;
-    // One of the two, by the format that the shared expert is in.
-    const GateOneStream<Format, UNROLLED, false, Memory> shared(call, banks.shared, memory, has_shared, true);
-    const GateOneStream<Wide, UNROLLED, HAS_OTHER, Memory> other(call, banks.shared, memory, has_shared, true);
-    if (threadIdx.x < 2 * GATE_GROUPS * Memory::MOST_SLOTS)
+    if (threadIdx.x < 2 * Group::GROUPS * Group::SLOTS)
         init_barrier(shared_address(memory.arrivals[0][0] + threadIdx.x), 1);
     fence_for_copies();
     __syncthreads();
+    // One of the two, by the format that the shared expert is in.
+    const GateOneStream<Format, UNROLLED, false, Memory> shared(call, banks.shared, memory, has_shared, true);
+    const GateOneStream<typename Either<HAS_OTHER, Wide, Format>::Type, UNROLLED, HAS_OTHER, Memory> other(call, banks.shared, memory, has_shared, true);
     if (is_other)
-        other.ask_first();
+        other.ask(other.first());
     else
-        shared.ask_first();
+        shared.ask(shared.first());
     prefetch_all(call.ahead, call.ahead_bytes);
     if (!call.are_tokens_ready)
         wait_for_predecessor();
     constexpr int LENGTH = KNOWN_LENGTH / 8;
-    static_assert(LENGTH == 2 * 32, "a lane has two accesses of a slice");
-    if (warp < GATE_WARPS)
-#pragma unroll
-        for (int i = lane; i < LENGTH; i += 32) {
-            // From the L2: the L1 may have what was there before.
-            const Bytes16 oct = __ldcg(call.x + warp * LENGTH + i);
-            memory.token[0][warp][i] = arranged<Format::ORDER>(oct);
-            if (is_other)
-                memory.token[HAS_OTHER][warp][i] = arranged<Wide::ORDER>(oct);
-        }
+    static_assert(GATE_WARPS * LENGTH == 32 * GATE_ONE_WARPS, "a thread has an access of the token");
+    // From the L2: the L1 may have what was there before.
+    const Bytes16 oct = __ldcg(call.x + threadIdx.x);
+    memory.token[0][threadIdx.x / LENGTH][threadIdx.x % LENGTH] = arranged<Format::ORDER>(oct);
+    if (is_other)
+        memory.token[HAS_OTHER][threadIdx.x / LENGTH][threadIdx.x % LENGTH] = arranged<Wide::ORDER>(oct);
     __syncthreads();
     if (is_other)
         other.run();
     else
         shared.run();
     wait_for_predecessor();
+    // Only now: the next launch counts on the groups' being there.
+    release_successor();
     const Segment* segment = call.groups->each + has_shared + threadIdx.x % TOP;
     const int segments = __ldcg(&call.groups->segments), expert = __ldcg(&segment->expert), path = __ldcg(segment->routes);
     // A token without a choice has no segments.
     if (segments && threadIdx.x < TOP)
         memory.experts[path] = expert;
+    // The slots have had other things.
+    fence_for_copies();
     __syncthreads();
     const GateOneStream<Format, UNROLLED, false, Memory> routed(call, banks.routed, memory, segments ? TOP : 0, false);
-    routed.ask_first();
-    // Only now: the next launch counts on the groups' being there.
-    release_successor();
+    routed.ask(routed.first());
     routed.run();
 #endif
 }
@@ -334,20 +392,26 @@ struct SharedPart {
 
 // `is_other`: whether the shared expert is in eight bits and the others are not.
 template <typename Format, typename Memory>
-__device__ __forceinline__ void multiply_one(
-    const Down& call, const Banks& banks, bool is_other, bool has_shared, int expert, int path, Memory& memory, float (&sums_of_paths)[TOP + 1][TILE])
+__device__ __forceinline__ void ask_for_one(const Down& call, const Banks& banks, bool is_other, bool has_shared, int expert, Memory& memory)
 {
-    constexpr int STEPS = ROW_OCTS / Format::OCTS, EACH = KNOWN_LENGTH / 4 / 32;
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, line = lane >> 2, quad = lane & 3, tile = blockIdx.x * TILE;
-    char *slot = memory.slots[warp], *shared_slot = memory.slots[TOP];
-    if (lane == 0)
-        Slot<Format>::ask(banks.routed, expert * call.hidden + tile, slot, memory.arrivals + warp);
+    const int warp = threadIdx.x >> 5, tile = blockIdx.x * TILE;
+    if (threadIdx.x % 32 == 0)
+        Slot<Format>::ask(banks.routed, expert * call.hidden + tile, memory.slots[warp], memory.arrivals + warp);
     if (has_shared && threadIdx.x == 0) {
         if (is_other)
-            Slot<Wide>::ask(banks.shared, tile, shared_slot, memory.arrivals + TOP);
+            Slot<Wide>::ask(banks.shared, tile, memory.slots[TOP], memory.arrivals + TOP);
         else
-            Slot<Format>::ask(banks.shared, tile, shared_slot, memory.arrivals + TOP);
+            Slot<Format>::ask(banks.shared, tile, memory.slots[TOP], memory.arrivals + TOP);
     }
+}
+
+template <typename Format, typename Memory>
+__device__ __forceinline__ void multiply_one(
+    const Down& call, bool is_other, bool has_shared, int path, Memory& memory, float (&sums_of_paths)[TOP + 1][TILE])
+{
+    constexpr int STEPS = ROW_OCTS / Format::OCTS, EACH = KNOWN_LENGTH / 4 / 32;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, line = lane >> 2, quad = lane & 3;
+    char *slot = memory.slots[warp], *shared_slot = memory.slots[TOP];
     Operands<ROW_OCTS> own;
     Operands<PART_OCTS> part;
     if (has_shared) {
@@ -435,11 +499,14 @@ __device__ __forceinline__ void run_down_one(const Down& call, const Banks& bank
     const bool has_shared = call.paths > TOP;
     const Segment* segment = call.groups->each + (threadIdx.x >> 5) + has_shared;
     const int expert = __ldcg(&segment->expert), path = __ldcg(segment->routes);
-    const DownStart<THREADS, 1> start(call);
-    start.store(call, own);
+    DownStart<THREADS, 1> start(call);
     __syncthreads();
-    if (start.segments)
-        multiply_one<Format>(call, banks, HAS_OTHER && is_shared_other, has_shared, expert, path, memory, own.sums_of_paths);
+    if (start.segments) {
+        ask_for_one<Format>(call, banks, HAS_OTHER && is_shared_other, has_shared, expert, memory);
+        start.load(call);
+        start.store(call, own);
+        multiply_one<Format>(call, HAS_OTHER && is_shared_other, has_shared, path, memory, own.sums_of_paths);
+    }
     put_together<THREADS>(call, own, start.tokens);
 #endif
 }

@@ -87,6 +87,7 @@ struct SlotStream {
     char (*slots)[SLOT_BYTES];
     uint64* arrivals;
     int end;
+    Place own;
     Activations taken[STEPS];
     static constexpr int LENGTH = DownWork<Format>::STEP_LENGTH * Format::OCTS;
 
@@ -141,16 +142,23 @@ struct SlotStream {
         work.store(place, sums[0]);
     }
 
+    // The first unit's activations.
+    __device__ __forceinline__ void take(int unit)
+    {
+        if (unit >= end)
+            return;
+        own = place(unit);
+        const Columns columns = work.columns(own);
+#pragma unroll
+        for (int step = 0; step < STEPS; step++)
+            taken[step].load(columns, step * LENGTH);
+    }
+
     // From a slot on, all slots being asked for; `had`: those that have had a phase, as bits.
     __device__ __forceinline__ void go_on(int unit, int slot, unsigned had)
     {
         if (unit >= end)
             return;
-        Place own = place(unit);
-        const Columns columns = work.columns(own);
-#pragma unroll
-        for (int step = 0; step < STEPS; step++)
-            taken[step].load(columns, step * LENGTH);
 #pragma unroll 1
         while (true) {
             const bool has_next = unit + WARPS < end;
@@ -166,12 +174,10 @@ struct SlotStream {
         }
     }
 
-    __device__ __forceinline__ void run(int unit)
+    __device__ __forceinline__ void ask_first(int unit) const
     {
 #pragma unroll
         for (int slot = 0; slot < SLOTS; slot++)
             ask(unit + slot * WARPS, slot);
-        work.wait();
-        go_on(unit, 0, 0);
     }
 };

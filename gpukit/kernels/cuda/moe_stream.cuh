@@ -50,6 +50,10 @@ __device__ __forceinline__ void stream(Work& work, Place place, int unit, int ap
 {
     constexpr int TILES = Work::TILES;
     static_assert(STEPS % STAGES == 0, "a unit begins at the first stage");
+    // A ticket may share a scoreboard with the loads around it: it is looked at when these have been waited for.
+    constexpr bool HAS_TICKETS = Work::HAS_TICKETS && STEPS > 0;
+    constexpr int TICKET_STEP = STEPS / 4;
+    static_assert(!HAS_TICKETS || TICKET_STEP + STAGES + 1 < STEPS, "a unit is long enough for a ticket");
     using Activations = typename Work::template Activations<Format>;
     const int quad = threadIdx.x & 3, steps = STEPS ? STEPS : work.own_steps;
     // Weights are read once, or by others at the same time.
@@ -88,15 +92,24 @@ __device__ __forceinline__ void stream(Work& work, Place place, int unit, int ap
     taken.load(activations_of(place, 0), place.has_token());
 #pragma unroll 1
     while (true) {
-        const bool is_last = unit + apart >= units;
+        int next_unit = unit + apart;
+        if constexpr (HAS_TICKETS)
+            next_unit = work.next_unit();
+        const bool is_last = next_unit >= units;
         // Behind the last unit its own once more, of which only what is small is loaded: a branch would cost more.
-        const Place next = work.place(is_last ? unit : unit + apart);
+        const Place next = work.place(is_last ? unit : next_unit);
         const Row next_row = row_of(next);
         float sums[TILES][Activations::SETS][4] = {};
         if constexpr (STEPS > 0) {
 #pragma unroll
             for (int step = 0; step < STEPS; step++) {
                 const int stage = step % STAGES, later = step + STAGES;
+                if constexpr (HAS_TICKETS) {
+                    if (step == TICKET_STEP)
+                        work.take_ticket();
+                    if (step == TICKET_STEP + STAGES + 1)
+                        work.pass_on_ticket(apart);
+                }
 #pragma unroll
                 for (int tile = 0; tile < TILES; tile++) {
                     scales[tile][0].take(held[stage][tile][0], step);
@@ -148,7 +161,7 @@ __device__ __forceinline__ void stream(Work& work, Place place, int unit, int ap
             return;
         place = next;
         row = next_row;
-        unit += apart;
+        unit = next_unit;
     }
 }
 
@@ -201,23 +214,33 @@ struct GateUp {
     int64 ahead_bytes;
     // Whether x is there before the launch in front has ended.
     bool are_tokens_ready;
+    int64 tokens;
 };
 
-// A unit is tiles of 8 gate and 8 up rows for a segment; GATE_WARPS warps have slices of the rows.
-template <typename Format, int SOME_TILES>
+// In shared memory: what the warps have of a unit's sums, and which unit is the next one, where a block has tickets.
+template <int TILES>
+struct alignas(16) GateUpTurn {
+    float sums[GATE_WARPS][TILES * TILE][COLUMNS];
+    int next_unit;
+};
+
+// A unit is tiles of 8 gate and 8 up rows for a segment; GATE_WARPS warps have slices of the rows. With tickets, a block has its first two units, and
+// behind them others as it comes for them, because multiprocessors get their bytes at different rates: each for a ticket, which its first thread takes
+// a unit before.
+template <typename Format, int SOME_TILES, bool SOME_TICKETS>
 struct GateUpWork {
     template <typename Own>
     using Activations = AsTheyAre<Own>;
     // Accesses of 16 bytes in a step, an oct of each lane being one.
     static constexpr int TILES = SOME_TILES, STEP_LENGTH = 4;
-    using Partial = float[GATE_WARPS][TILES * TILE][COLUMNS];
+    static constexpr bool HAS_TICKETS = SOME_TICKETS;
     const GateUp& call;
     Banks banks;
-    Partial* partial;  // two, in turns
-    int shared_segments, all_steps, begin, own_steps, parity;
+    GateUpTurn<TILES>* turns;  // two
+    int shared_segments, all_steps, begin, own_steps, parity, ticket;
 
-    __device__ __forceinline__ GateUpWork(const GateUp& call, const Banks& banks, int shared_segments, Partial* partial)
-        : call(call), banks(banks), partial(partial), shared_segments(shared_segments)
+    __device__ __forceinline__ GateUpWork(const GateUp& call, const Banks& banks, int shared_segments, GateUpTurn<TILES>* turns)
+        : call(call), banks(banks), turns(turns), shared_segments(shared_segments)
     {
         const int warp = threadIdx.x >> 5;
         all_steps = static_cast<int>(call.hidden) / Format::STEP;
@@ -258,6 +281,25 @@ struct GateUpWork {
 
     __device__ __forceinline__ void wait() const {}
 
+    __device__ __forceinline__ int next_unit() const
+    {
+        return turns[parity].next_unit;
+    }
+
+    __device__ __forceinline__ void take_ticket()
+    {
+        int* tickets = &const_cast<Groups*>(call.groups)->tickets;
+        if (threadIdx.x == 0)
+            asm volatile("atom.global.relaxed.gpu.add.s32 %0, [%1], 1;" : "=r"(ticket) : "l"(tickets) : "memory");
+    }
+
+    // All know it behind the barrier of `finish`. So many blocks have the first units, two each.
+    __device__ __forceinline__ void pass_on_ticket(int blocks) const
+    {
+        if (threadIdx.x == 0)
+            turns[parity ^ 1].next_unit = 2 * blocks + ticket;
+    }
+
     __device__ __forceinline__ const Bytes16* activations(int route) const
     {
         return call.x + (route >> 4) * call.x_row + (begin * STEP_LENGTH + (threadIdx.x & 3)) * Format::OCTS;
@@ -266,7 +308,7 @@ struct GateUpWork {
     __device__ __forceinline__ void finish(const Place& place, const float (&sums)[TILES][1][4])
     {
         const int warp = threadIdx.x >> 5, line = (threadIdx.x & 31) >> 2, quad = threadIdx.x & 3;
-        Partial& own = partial[parity];
+        auto& own = turns[parity].sums;
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++) {
             *reinterpret_cast<float2*>(&own[warp][tile * TILE + line][2 * quad]) = make_float2(sums[tile][0][0], sums[tile][0][1]);
@@ -283,11 +325,10 @@ struct GateUpWork {
                 gate += own[other][tile * TILE + row][column];
                 up += own[other][tile * TILE + row + 8][column];
             }
-            int word;
-            const unsigned result = word_of_oct(
-                silu(gate) * up, Handing((route & 15) == TOP ? call.shared_handing : call.handing), place.tile * TILES + tile, word);
+            const Handing handing((route & 15) == TOP ? call.shared_handing : call.handing);
+            const unsigned word = word_of_oct(silu(gate) * up, handing);
             if (column < place.count())
-                call.act[((route >> 4) * call.paths + (route & 15)) * call.width + word] = result;
+                call.act[((route >> 4) * call.paths + (route & 15)) * call.width + place_in_row(handing, place.tile * TILES + tile)] = word;
         }
         parity ^= 1;
     }
@@ -322,6 +363,7 @@ struct DownWork {
     template <typename Own>
     using Activations = FromTerms<Own>;
     static constexpr int TILES = 1, STEP_LENGTH = 8;
+    static constexpr bool HAS_TICKETS = false;
     const Down& call;
     Banks banks;
     float (*sums_of_paths)[TILE];
@@ -402,8 +444,7 @@ struct DownWork {
     }
 };
 
-// What a block of down projections is given: the groups, and what the sums are put together with, which is asked for with them, all at once, and
-// comes to shared memory.
+// What a block of down projections is given: the groups, and what the sums are put together with, which comes to shared memory by way of registers.
 template <int THREADS, int TOKENS>
 struct DownStart {
     static constexpr int EACH = (TOKENS * TILE + THREADS - 1) / THREADS;
@@ -414,11 +455,15 @@ struct DownStart {
 
     __device__ __forceinline__ explicit DownStart(const Down& call)
     {
-        const int paths = static_cast<int>(call.paths), weights = static_cast<int>(call.tokens) * paths, rows = static_cast<int>(call.tokens) * TILE;
         const Bytes16 header = __ldcg(reinterpret_cast<const Bytes16*>(call.groups));
         segments = header.x;
         shared_segments = header.y;
         tokens = header.z | static_cast<uint64>(header.w) << 32;
+    }
+
+    __device__ __forceinline__ void load(const Down& call)
+    {
+        const int paths = static_cast<int>(call.paths), weights = static_cast<int>(call.tokens) * paths, rows = static_cast<int>(call.tokens) * TILE;
 #pragma unroll
         for (int e = 0; e < EACH; e++) {
             const int i = threadIdx.x + e * THREADS, token = i / paths, path = i - token * paths;
