@@ -68,7 +68,7 @@ def test_speculative_round(device_benchmark: Callable[..., None], sequences: int
         device_benchmark(lambda: decoder.round(next(sides)), moved=moved, nodes=2, rounds=15)
 
 
-@pytest.mark.parametrize(("experts", "sequences"), [(experts, sequences) for experts in ("bf16", "q4_q5") for sequences in SEQUENCES])
+@pytest.mark.parametrize(("experts", "sequences"), [(experts, sequences) for experts in ("bf16", "fp8", "q4_q5") for sequences in SEQUENCES])
 def test_speculative_round_with_experts(device_benchmark: Callable[..., None], experts: str, sequences: int) -> None:
     """Three drafts of every sequence, by the quickest verification, through a mixture of experts behind every layer."""
     model = replace(WHOLE, expert_format=experts)
