@@ -323,6 +323,16 @@ def test_routing_equals_float64(card: Any, tokens: int, experts: int, hidden: in
     assert (alpha[:, :-1] >= alpha[:, 1:]).all() and np.allclose(alpha.sum(1), 1, rtol=1e-5)
 
 
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_batch_is_selected_by_a_cluster_where_there_is_room_for_one(monkeypatch: pytest.MonkeyPatch, has_room: bool) -> None:
+    monkeypatch.setattr("gpukit.launch.Kernel.has_room", lambda kernel, device, stream: has_room)
+    one, cluster = ("select", 1), ("select_together", 16) if has_room else ("select", 1)
+    for tokens, (name, blocks) in ((16, one), (17, cluster), (64, cluster), (65, cluster), (1024, cluster), (4096, cluster)):
+        x = (0, (tokens, 4096), (4096, 1), "uint16", 0)
+        _, (kernel, number, threads, _) = ops._routing(x, 0, tokens, 0, 256, True, 0, (0, 0, 8, 0, 1), 0, 0, 0, 0, 0)
+        assert (kernel.name, number, threads) == (name, blocks * -(-tokens // 64), 512), tokens
+
+
 @pytest.mark.gpu
 def test_ties_zeros_infinities_and_nan(card: Any) -> None:
     rows = np.zeros((9, 200), np.float32)

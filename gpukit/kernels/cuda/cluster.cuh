@@ -19,14 +19,6 @@ __device__ __forceinline__ void wait_for_cluster()
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// All threads of all blocks meet, and see what they have stored.
-__device__ __forceinline__ void meet_cluster()
-{
-    __syncwarp();
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-    wait_for_cluster();
-}
-
 // Where another block of the cluster has what this one has at the address.
 __device__ __forceinline__ unsigned address_in_block(const void* shared, unsigned block)
 {
@@ -73,10 +65,4 @@ __device__ __forceinline__ void send(int* to, unsigned block, int v, uint64* arr
 {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.s32 [%0], %1, [%2];"
                  ::"r"(address_in_block(to, block)), "r"(v), "r"(address_in_block(arrivals, block)) : "memory");
-}
-
-// Stores that are seen when the cluster has met.
-__device__ __forceinline__ void store_in_block(int* to, unsigned block, int v)
-{
-    asm volatile("st.shared::cluster.s32 [%0], %1;" ::"r"(address_in_block(to, block)), "r"(v) : "memory");
 }

@@ -176,10 +176,10 @@ __device__ __forceinline__ bool choose(const float* parts, int64 apart, int expe
         for (int i = 0; i < EACH; i++)
             best[i] = keys[i];
 #pragma unroll
-        for (int apart = EACH / 2; apart > 0; apart /= 2)
+        for (int half = EACH / 2; half > 0; half /= 2)
 #pragma unroll
-            for (int i = 0; i < apart; i++)
-                best[i] = max(best[i], best[i + apart]);
+            for (int i = 0; i < half; i++)
+                best[i] = max(best[i], best[i + half]);
         const unsigned top = __reduce_max_sync(~0u, best[0]);
 #pragma unroll
         for (int i = 0; i < EACH; i++)
@@ -915,7 +915,7 @@ __device__ __forceinline__ void run_down_slots(const Down& call, const Banks& ba
 
 #define GATE_UP_ARGUMENTS                                                                                                                      \
     GateUp { x, x_row, hidden, width, groups, act, paths, static_cast<int>(handing), static_cast<int>(shared_handing),                         \
-             divisor_of(tiles, inverse_of_tiles), shared_bytes, ahead, ahead_bytes, are_tokens_ready != 0, tokens },                                   \
+             divisor_of(tiles, inverse_of_tiles), shared_bytes, ahead, ahead_bytes, are_tokens_ready != 0, tokens },                              \
         Banks { { base, high, scales }, { shared_base, shared_high, shared_scales } }, is_shared_other != 0
 
 #define GATE_UP_KERNEL(name, format, tiles_of_unit, stages, has_other)                                                                         \
@@ -925,7 +925,7 @@ __device__ __forceinline__ void run_down_slots(const Down& call, const Banks& ba
     }
 
 #define GATE_UP_FEW_KERNEL(name, format, has_other)                                                                                            \
-    extern "C" __global__ void __launch_bounds__(GATE_WARPS * 32, GateFew<format>::BLOCKS) gpukit_gate_up_few_##name(GATE_UP_PARAMETERS)                   \
+    extern "C" __global__ void __launch_bounds__(GATE_WARPS * 32, GateFew<format>::BLOCKS) gpukit_gate_up_few_##name(GATE_UP_PARAMETERS)      \
     {                                                                                                                                          \
         run_gate_up_slots<format, has_other>(GATE_UP_ARGUMENTS);                                                                               \
     }

@@ -23,17 +23,6 @@ constexpr int KNOWN_LENGTH = 512;
 // As many segments as there can be, and more: those of units that are looked up before it is known how many there are.
 constexpr int MOST_SEGMENTS = MOST_EXPERTS + 2 * BATCH;
 
-// One of two types.
-template <bool IS_FIRST, typename First, typename Second>
-struct Either {
-    using Type = First;
-};
-
-template <typename First, typename Second>
-struct Either<false, First, Second> {
-    using Type = Second;
-};
-
 // The smaller of two constants.
 __device__ constexpr int least(int one, int other)
 {
@@ -53,7 +42,7 @@ struct Groups {
     int segments;
     int shared_segments;
     uint64 tokens;  // those that have experts, as bits
-    int tickets;    // taken by blocks of the gate and up projections, a unit's each
+    int tickets;    // that blocks of the gate and up projections have taken
     int unused[27];
     Segment each[MOST_SEGMENTS];
 };

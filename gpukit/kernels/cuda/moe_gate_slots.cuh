@@ -65,10 +65,10 @@ struct GateFew {
 };
 constexpr int GATE_SLOTS = 2;
 constexpr int FEW_SEGMENTS = HALF_COLUMNS * TOP + 1;
-// Accesses of a token, and from one token to the next: no two that are read at once are in the same banks.
+// Accesses of a token, and from one token to the next: those of a step with two octs that are read at once are in different banks.
 constexpr int TOKEN_LENGTH = GATE_WARPS * KNOWN_LENGTH / 8, TOKEN_PITCH = TOKEN_LENGTH + QUADS;
 
-// Contiguous copies suit it better than padded rows: warps wait for memory, not for banks.
+// Of few tokens. Rows are contiguous in their slots: warps wait for memory, not for banks.
 template <typename Format>
 struct GateSlotMemory {
     static constexpr bool HAS_TOKENS = GateFew<Format>::HAS_TOKENS;
@@ -163,7 +163,7 @@ struct GateSlotStream {
         return memory.tokens[route >> 4] + threadIdx.x / 32 * KNOWN_LENGTH / 8 + place_of_oct(Format::OCTS * (threadIdx.x & 3));
     }
 
-    // A unit's sums, with the next one's tokens on their way to where its own were.
+    // A unit's sums, with the next one's tokens, where they come from memory, on their way to where its own were.
     __device__ __forceinline__ void multiply(const Place& place, const Place& next, bool has_next, int slot, unsigned phase)
     {
         const Bytes16* token = HAS_TOKENS ? token_here(place) : token_of(next);

@@ -12,9 +12,9 @@ constexpr int GATE_ONE_REGISTERS = 72;
 constexpr int DOWN_ONE_REGISTERS = 184;
 constexpr int GATE_ONE_WARPS = 8;
 
-// Groups of warps, each of which has units and slots of its own. Where an element with a scale is a byte, a slice of rows is shared by two warps: products
-// of its steps are put together at the end, in their order, whoever has made them. All warps then have a unit together, whose weights are multiplied
-// while the next one's are on their way. Other formats have more to do for as many bytes, and lose by it what it costs.
+// Groups of warps, each of which has units and slots of its own. Where an element with a scale is a byte, a slice of rows is shared by two warps:
+// products of its steps are put together at the end, in their order, whoever has made them. All warps then have a unit together, whose weights are
+// multiplied while the next one's are on their way. Other formats have more to do for as many bytes, and lose by it what it costs.
 template <typename Format>
 struct GateGroup {
     static constexpr bool IS_OF_BYTES = Format::HAS_SCALE && Format::ORDER == BYTES;
@@ -33,7 +33,7 @@ template <typename SomeGroup, bool HAS_OTHER>
 struct GateOneMemory {
     using Group = SomeGroup;
     char slots[Group::GROUPS][Group::SLOTS_BYTES];
-    // Of slices of rows that are not shared, in turns.
+    // Of slices of rows, in turns; where they are shared out, slots have them.
     float sums[2][Group::GROUPS][Group::SLOTS][GATE_WARPS][TILE];
     // Of the routed experts and of the shared one.
     uint64 arrivals[2][Group::GROUPS][Group::SLOTS];
@@ -252,8 +252,9 @@ __device__ __forceinline__ void run_gate_up_one(const GateUp& call, const Banks&
     fence_for_copies();
     __syncthreads();
     // One of the two, by the format that the shared expert is in.
+    using OtherFormat = typename Choice<HAS_OTHER, Wide, Format>::type;
     const GateOneStream<Format, UNROLLED, false, Memory> shared(call, banks.shared, memory, has_shared, true);
-    const GateOneStream<typename Either<HAS_OTHER, Wide, Format>::Type, UNROLLED, HAS_OTHER, Memory> other(call, banks.shared, memory, has_shared, true);
+    const GateOneStream<OtherFormat, UNROLLED, HAS_OTHER, Memory> other(call, banks.shared, memory, has_shared, true);
     if (is_other)
         other.ask(other.first());
     else

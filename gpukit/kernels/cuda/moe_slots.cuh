@@ -87,6 +87,7 @@ struct SlotStream {
     char (*slots)[SLOT_BYTES];
     uint64* arrivals;
     int end;
+    // A unit's, and its activations.
     Place own;
     Activations taken[STEPS];
     static constexpr int LENGTH = DownWork<Format>::STEP_LENGTH * Format::OCTS;
@@ -121,17 +122,17 @@ struct SlotStream {
         const Columns columns = work.columns(next);
         const bool are_many = place.count() > HALF_COLUMNS;
         wait_for_phase(shared_address(arrivals + slot), phase);
-        const char* own = slots[slot];
+        const char* tile = slots[slot];
         float sums[SETS][4] = {};
         RowScales<Format, Format::HAS_SCALE ? STEPS : 0> scales[2];
-        scales[0].take_all(Own::scales(own, 0));
-        scales[1].take_all(Own::scales(own, 1));
+        scales[0].take_all(Own::scales(tile, 0));
+        scales[1].take_all(Own::scales(tile, 1));
 #pragma unroll
         for (int step = 0; step < STEPS; step++) {
             typename Format::Raw held[2];
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                Own::take(own, half, step, held[half]);
+                Own::take(tile, half, step, held[half]);
                 scales[half].take(held[half], step);
             }
             multiply_step<Format>(sums, held[0], held[1], taken[step], are_many);
@@ -154,7 +155,7 @@ struct SlotStream {
             taken[step].load(columns, step * LENGTH);
     }
 
-    // From a slot on, all slots being asked for; `had`: those that have had a phase, as bits.
+    // From a unit on, which has been taken, all slots being asked for; `had`: those that have had a phase, as bits.
     __device__ __forceinline__ void go_on(int unit, int slot, unsigned had)
     {
         if (unit >= end)

@@ -214,6 +214,7 @@ struct GateUp {
     int64 ahead_bytes;
     // Whether x is there before the launch in front has ended.
     bool are_tokens_ready;
+    // Of the batch, for kernels that have them all in shared memory.
     int64 tokens;
 };
 
@@ -224,9 +225,9 @@ struct alignas(16) GateUpTurn {
     int next_unit;
 };
 
-// A unit is tiles of 8 gate and 8 up rows for a segment; GATE_WARPS warps have slices of the rows. With tickets, a block has its first two units, and
-// behind them others as it comes for them, because multiprocessors get their bytes at different rates: each for a ticket, which its first thread takes
-// a unit before.
+// A unit is tiles of 8 gate and 8 up rows for a segment; GATE_WARPS warps have slices of the rows. With tickets, where sizes are the usual ones, a
+// block has its first two units, and behind them others as it comes for them, because multiprocessors get their bytes at different rates: each for a
+// ticket, which its first thread takes a unit before.
 template <typename Format, int SOME_TILES, bool SOME_TICKETS>
 struct GateUpWork {
     template <typename Own>
