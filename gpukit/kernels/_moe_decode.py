@@ -52,6 +52,9 @@ STEPS = {"bf16": _Step(32, 64), "fp8": _Step(64, 64, 0, 2)} | {
     name: _Step(kind.group, kind.base_bytes, kind.high_bytes, 2) for name, kind in _row_split.FORMATS.items()
 }
 FORMATS = tuple(STEPS)
+# Formats whose elements, scaled, are a byte; and those of nibbles, whose few tokens gate and up projections have in shared memory.
+_BYTES = ("fp8", "w8")
+_NIBBLES = ("q4", "q5", "q6")
 
 
 def _tile_bytes(kind: str, length: int, padding: int = 0) -> int:
@@ -78,13 +81,13 @@ def down_one_bytes(kind: str) -> int:
 
 def gate_few_bytes(kind: str) -> int:
     """sizeof(GateSlotMemory): slots, barriers, segments, and tokens, as one access where they are not there."""
-    tokens = FEW_TOKENS * (2 * USUAL_HIDDEN + 64) if may_have_other(kind) else 16
+    tokens = FEW_TOKENS * (2 * USUAL_HIDDEN + 64) if kind in _NIBBLES else 16
     return GATE_SLOTS * (_tile_bytes(kind, USUAL_HIDDEN) + 2 * 8) + FEW_SEGMENTS * _SEGMENT_BYTES + tokens
 
 
 def gate_one_bytes(kind: str) -> int:
     """sizeof(GateOneMemory), but more than half of what a multiprocessor has: slots, sums, barriers, the token once or in two orders, and experts."""
-    slots, padding = 2 if kind == "bf16" else 4, kind not in ("fp8", "w8")
+    slots, padding = 2 if kind == "bf16" else 4, kind not in _BYTES
     own = _tile_bytes(kind, USUAL_HIDDEN, padding) + 2 * GATE_WARPS * _TILE * 4 + 2 * 8
     tokens = (2 if may_have_other(kind) else 1) * 2 * USUAL_HIDDEN
     return max(slots * own + tokens + 4 * TOP, _MORE_THAN_HALF)
@@ -133,10 +136,9 @@ _GATE_UP_ONE = {
 _DOWN_ONE = {kind: Down(_kernel(f"down_one_{kind}", shared_bytes=down_one_bytes(kind), carveout=_ALL), TOP) for kind in _FEW_FORMATS}
 _ONE_BF16_BYTES = down_slots_bytes("bf16", TOP + 1, 1, ONE_SEGMENTS)
 _DOWN_ONE["bf16"] = Down(_kernel("down_one_bf16", shared_bytes=_ONE_BF16_BYTES, carveout=_ALL), TOP + 1)
-# Many tokens, in formats of which an element is a byte.
+# Many tokens.
 _DOWN_SLOTS = {
-    kind: Down(_kernel(f"down_slots_{kind}", shared_bytes=down_slots_bytes(kind, SLOT_WARPS, SLOTS, MOST_SEGMENTS)), SLOT_WARPS)
-    for kind in ("fp8", "w8")
+    kind: Down(_kernel(f"down_slots_{kind}", shared_bytes=down_slots_bytes(kind, SLOT_WARPS, SLOTS, MOST_SEGMENTS)), SLOT_WARPS) for kind in _BYTES
 }
 
 

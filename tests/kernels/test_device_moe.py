@@ -215,6 +215,8 @@ def test_the_shared_memory_that_is_asked_for_is_what_kernels_have() -> None:
     pytest.importorskip("cuda.core", reason="needs NVRTC")
     gate_bytes, one_bytes, slots_bytes = _moe_decode.gate_one_bytes, _moe_decode.down_one_bytes, _moe_decode.down_slots_bytes
     sizes = {}
+    # Of gate and up projections of few tokens: what is static, and what the device keeps for a block.
+    static_bytes, kept_bytes = 4224, 1024
     for kind, struct in STRUCTS.items():
         other = "true" if _moe.may_have_other(kind) else "false"
         slot = f"slot_bytes<{struct}, {other}>()"
@@ -223,9 +225,7 @@ def test_the_shared_memory_that_is_asked_for_is_what_kernels_have() -> None:
             sizes[f"SlotMemory<OneToken, {slot}>"] = slots_bytes(kind, 9, 1, _moe_decode.ONE_SEGMENTS)
             continue
         sizes[f"GateSlotMemory<{struct}>"] = _moe_decode.gate_few_bytes(kind)
-        # With what is static, and what the device keeps for a block.
-        few_blocks = _moe_decode.FEW_GATE_BLOCKS[kind]
-        assert few_blocks * (_moe_decode.gate_few_bytes(kind) + 4224 + 1024) <= 228 * 1024
+        assert _moe_decode.FEW_GATE_BLOCKS[kind] * (_moe_decode.gate_few_bytes(kind) + static_bytes + kept_bytes) <= 228 * 1024
         sizes[f"SlotMemory<FewTokens, {slot}>"] = slots_bytes(kind, _moe_decode.FEW_SLOT_WARPS, 2, _moe_decode.FEW_SEGMENTS)
         sizes[f"DownOneMemory<{slot}>"] = one_bytes(kind)
         # Both kernels of a token fit beside each other, with what is static and what the device keeps for a block.
@@ -239,7 +239,7 @@ def test_the_shared_memory_that_is_asked_for_is_what_kernels_have() -> None:
     lines = [f"static_assert(sizeof({struct}) {is_at_least[size == _moe_decode._MORE_THAN_HALF]} {size});" for struct, size in sizes.items()]
     assert len(lines) == 24
     lines += [f"static_assert(GateFew<{STRUCTS[kind]}>::BLOCKS == {blocks});" for kind, blocks in _moe_decode.FEW_GATE_BLOCKS.items()]
-    lines.append("static_assert(2 * sizeof(GateUpTurn<1>) <= 4224);")
+    lines.append(f"static_assert(2 * sizeof(GateUpTurn<1>) <= {static_bytes});")
     # What the host's numbers of tokens, warps and slots are on the device.
     numbers_of = {
         "FewTokens": (_moe_decode.FEW_TOKENS, _moe_decode.FEW_SLOT_WARPS, 2),

@@ -214,11 +214,23 @@ __device__ __forceinline__ float sigmoid(float value)
     return 1.0f / (1.0f + expf(-value));
 }
 
+// Segments of an expert that has so many tokens.
+__device__ __forceinline__ int segments_of(int tokens)
+{
+    return (tokens + COLUMNS - 1) / COLUMNS;
+}
+
 // A segment of an expert that has so many tokens left, none of which has a route in it yet.
 __device__ __forceinline__ void begin_segment(Segment* segment, int expert, int left)
 {
     *reinterpret_cast<Bytes16*>(segment) = make_uint4(expert, min(left, COLUMNS), 0, 0);
     *reinterpret_cast<Bytes16*>(segment->routes) = Bytes16{};
+}
+
+// The route of a token that so many others of the expert, whose segments begin with the first, are in front of.
+__device__ __forceinline__ void add_route(Groups* groups, int first, int place, int token, int rank)
+{
+    groups->each[first + place / COLUMNS].routes[place % COLUMNS] = static_cast<Bytes2>(16 * token + rank);
 }
 
 // What is chosen for every token, and for the later launches.
@@ -281,8 +293,8 @@ __device__ __forceinline__ void group_batch(SelectMemory& memory, int experts, b
 {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, own = threadIdx.x;
     const uint64 tokens = memory.mask(MOST_EXPERTS);
-    const int shared_tokens = has_shared ? __popcll(tokens) : 0, shared_segments = (shared_tokens + COLUMNS - 1) / COLUMNS;
-    const int size = own < experts ? __popcll(memory.mask(own)) : 0, segments = (size + COLUMNS - 1) / COLUMNS;
+    const int shared_tokens = has_shared ? __popcll(tokens) : 0, shared_segments = segments_of(shared_tokens);
+    const int size = own < experts ? __popcll(memory.mask(own)) : 0, segments = segments_of(size);
     static_assert(BATCH / COLUMNS < 1 << 4, "four bits have the segments of an expert");
     int total;
     const int in_front = sum_in_front<4>(segments, total);
@@ -304,17 +316,14 @@ __device__ __forceinline__ void group_batch(SelectMemory& memory, int experts, b
         }
     }
     __syncthreads();
-    const auto add_route = [&](int first, uint64 of_expert, int token, int rank) {
-        const int place = __popcll(of_expert & ((1ull << token) - 1));
-        groups->each[first + place / COLUMNS].routes[place % COLUMNS] = static_cast<Bytes2>(16 * token + rank);
-    };
+    const auto tokens_in_front = [](uint64 of_expert, int token) { return __popcll(of_expert & ((1ull << token) - 1)); };
     if (threadIdx.x < here * TOP) {
         const int token = threadIdx.x / TOP, rank = threadIdx.x % TOP, expert = memory.chosen[token][rank];
         if (expert >= 0)
-            add_route(memory.firsts[expert], memory.mask(expert), token, rank);
+            add_route(groups, memory.firsts[expert], tokens_in_front(memory.mask(expert), token), token, rank);
     }
     if (has_shared && threadIdx.x < here && tokens >> threadIdx.x & 1)
-        add_route(0, tokens, threadIdx.x, TOP);
+        add_route(groups, 0, tokens_in_front(tokens, threadIdx.x), threadIdx.x, TOP);
 }
 
 // Selection for a batch, or a check of given ids, and what the later launches want to know of the batch: all in one launch, because a launch costs as
@@ -589,8 +598,8 @@ __device__ __forceinline__ void group_few(RouteMemory& memory, bool has_shared, 
     constexpr uint64 FLAGS = 0x8888888888888888ull;
     const auto ranks_of = [&](int expert) { return memory.ranks[expert][0] | static_cast<uint64>(memory.ranks[expert][1]) << 32; };
     const uint64 present = ranks_of(MOST_EXPERTS) & FLAGS, ranks = warp < EXPERT_WARPS ? ranks_of(threadIdx.x) : 0;
-    const int shared_tokens = has_shared ? __popcll(present) : 0, shared_segments = (shared_tokens + COLUMNS - 1) / COLUMNS;
-    const int size = __popcll(ranks & FLAGS), segments = (size + COLUMNS - 1) / COLUMNS;
+    const int shared_tokens = has_shared ? __popcll(present) : 0, shared_segments = segments_of(shared_tokens);
+    const int size = __popcll(ranks & FLAGS), segments = segments_of(size);
     static_assert(FEW / COLUMNS < 1 << 2, "two bits have the segments of an expert");
     int total;
     const int in_front = sum_in_front<2>(segments, total);
@@ -605,8 +614,8 @@ __device__ __forceinline__ void group_few(RouteMemory& memory, bool has_shared, 
         int place = 0;
 #pragma unroll 1
         for (uint64 left = ranks & FLAGS; left; left &= left - 1, place++) {
-            const int at = __ffsll(left) - 4, token = at / 4, rank = static_cast<int>(ranks >> at & 7);
-            groups->each[begin + place / COLUMNS].routes[place % COLUMNS] = static_cast<Bytes2>(16 * token + rank);
+            const int at = __ffsll(left) - 4;
+            add_route(groups, begin, place, at / 4, static_cast<int>(ranks >> at & 7));
         }
         return;
     }
@@ -620,7 +629,7 @@ __device__ __forceinline__ void group_few(RouteMemory& memory, bool has_shared, 
     __syncwarp();
     const int place = __popc(tokens_there & ((1u << lane) - 1));
     if (has_token && has_shared)
-        groups->each[place / COLUMNS].routes[place % COLUMNS] = static_cast<Bytes2>(16 * lane + TOP);
+        add_route(groups, 0, place, lane, TOP);
 }
 #endif
 

@@ -190,11 +190,20 @@ __device__ __forceinline__ void arrange(unsigned (&pairs)[4])
     pairs[3] = __byte_perm(c, d, 0x7632);
 }
 
+__device__ __forceinline__ void take_vector(const Bytes16& v, unsigned (&operand)[4])
+{
+    operand[0] = v.x;
+    operand[1] = v.y;
+    operand[2] = v.z;
+    operand[3] = v.w;
+}
+
 // The same, of a vector.
 template <int ORDER>
 __device__ __forceinline__ Bytes16 arranged(const Bytes16& oct)
 {
-    unsigned pairs[4] = {oct.x, oct.y, oct.z, oct.w};
+    unsigned pairs[4];
+    take_vector(oct, pairs);
     arrange<ORDER>(pairs);
     return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
 }
@@ -590,14 +599,6 @@ __device__ __forceinline__ int place_in_row(const Handing& handing, int oct)
     const bool is_upper = element & apart_in(handing.order);
     const int pair = handing.order == NIBBLES ? element % 4 : handing.order == BYTES ? element % 2 + element / 4 * 2 : element / 2;
     return 4 * (Handing::place(oct, handing.octs) + QUADS * is_upper) + pair;
-}
-
-__device__ __forceinline__ void take_vector(const Bytes16& v, unsigned (&operand)[4])
-{
-    operand[0] = v.x;
-    operand[1] = v.y;
-    operand[2] = v.z;
-    operand[3] = v.w;
 }
 
 // A lane's octs in a step, in sets of columns. Tokens are numbers of 16 bits as they are, a set of them.

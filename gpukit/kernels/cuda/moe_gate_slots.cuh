@@ -150,17 +150,22 @@ struct GateSlotStream {
         }
     }
 
-    // Where this lane's elements of its column's token begin; columns without one have the first one's.
+    // Of this lane's column; those without a token have the first one's.
+    static __device__ __forceinline__ int route_of(const Place& place)
+    {
+        return __shfl_sync(~0u, static_cast<int>(place.route), place.has_token() ? threadIdx.x & 31 : 0);
+    }
+
+    // Where this lane's elements of its column's token begin.
     __device__ __forceinline__ const Bytes16* token_of(const Place& place) const
     {
-        return work.activations(__shfl_sync(~0u, static_cast<int>(place.route), place.has_token() ? threadIdx.x & 31 : 0));
+        return work.activations(route_of(place));
     }
 
     // The same in shared memory.
     __device__ __forceinline__ const Bytes16* token_here(const Place& place) const
     {
-        const int route = __shfl_sync(~0u, static_cast<int>(place.route), place.has_token() ? threadIdx.x & 31 : 0);
-        return memory.tokens[route >> 4] + threadIdx.x / 32 * KNOWN_LENGTH / 8 + place_of_oct(Format::OCTS * (threadIdx.x & 3));
+        return memory.tokens[route_of(place) >> 4] + threadIdx.x / 32 * KNOWN_LENGTH / 8 + place_of_oct(Format::OCTS * (threadIdx.x & 3));
     }
 
     // A unit's sums, with the next one's tokens, where they come from memory, on their way to where its own were.
