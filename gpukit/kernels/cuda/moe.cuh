@@ -284,18 +284,28 @@ struct Fp8 {
             prefetch_line(bank.scales + 4ll * (at >> 1));
     }
 
-    static __device__ __forceinline__ unsigned pair(unsigned bytes)
+    // The first and the third number of a word, and the second and the fourth.
+    static __device__ __forceinline__ void expand_word(unsigned word, unsigned& even, unsigned& odd)
     {
-        return multiply_add_pair((bytes & 0x80008000u) | (bytes >> 4 & 0x07f007f0u), 0x7b807b80u, 0);
+        // Signs of all four at once, which the compiler would take apart again.
+        unsigned signs;
+        asm("and.b32 %0, %1, 0x80808080;" : "=r"(signs) : "r"(word));
+        even = multiply_add_pair(selected(0x07f007f0u, word << 4, signs << 8), 0x7b807b80u, 0);
+        odd = multiply_add_pair(selected(0x07f007f0u, word >> 4, signs), 0x7b807b80u, 0);
+    }
+
+    // The bits of one where the mask is set, and of the other elsewhere.
+    static __device__ __forceinline__ unsigned selected(unsigned mask, unsigned one, unsigned other)
+    {
+        unsigned bits;
+        asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(bits) : "r"(mask), "r"(one), "r"(other));
+        return bits;
     }
 
     static __device__ __forceinline__ void expand(const Raw& raw, int oct, unsigned (&pairs)[4])
     {
-        const unsigned first = oct ? raw.base.z : raw.base.x, second = oct ? raw.base.w : raw.base.y;
-        pairs[0] = pair(first << 8);
-        pairs[1] = pair(first);
-        pairs[2] = pair(second << 8);
-        pairs[3] = pair(second);
+        expand_word(oct ? raw.base.z : raw.base.x, pairs[0], pairs[1]);
+        expand_word(oct ? raw.base.w : raw.base.y, pairs[2], pairs[3]);
     }
 
     static __device__ __forceinline__ float scale(const Raw& raw)
