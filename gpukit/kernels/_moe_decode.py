@@ -12,7 +12,7 @@ from gpukit.launch import Kernel
 # 242 µs, not 199. A quarter of it holds the shared memory of all blocks.
 CARVEOUT = 28
 # For what shares a multiprocessor with other kernels, as much shared memory as there is.
-_ALL = 100
+ALL = 100
 # Kernels tuned for sizes are for the devices that they have been measured on, elements of rows being these.
 _HOPPER = (9, 0)
 USUAL_HIDDEN, USUAL_WIDTH = 2048, 512
@@ -23,7 +23,7 @@ GATE_WARPS = 4
 DOWN_WARPS = 12
 # Blocks of the gate and up projections that fit on a multiprocessor, of any tokens and of few.
 GATE_BLOCKS = 3
-FEW_GATE_BLOCKS = {"fp8": 3, "q4": 4, "q5": 3, "q6": 3, "w8": 3}
+FEW_GATE_BLOCKS = {"bf16": 3, "fp8": 3, "q4": 4, "q5": 3, "q6": 3, "w8": 3}
 # Tiles of 8 gate and up rows in a unit of work.
 GATE_TILES = {"bf16": 1, "fp8": 2, "q4": 1, "q5": 1, "q6": 1, "w8": 1}
 # Most tokens that are few.
@@ -32,6 +32,8 @@ FEW_TOKENS = 4
 MOST_SEGMENTS, FEW_SEGMENTS, ONE_SEGMENTS, _SEGMENT_BYTES = 384, FEW_TOKENS * TOP + 1, TOP + 1, 32
 # Warps of down projections through shared memory, and their slots, for many and for few tokens.
 SLOT_WARPS, FEW_SLOT_WARPS, SLOTS = 8, 12, 2
+# sizeof(Chosen), in whole accesses.
+_CHOSEN_BYTES = 80
 # Slots of the gate and up projections of few tokens, and warps of those of one.
 GATE_SLOTS, GATE_ONE_WARPS = 2, 8
 # A block that needs more than half of a multiprocessor's shared memory is alone there, beside those of other kernels.
@@ -55,6 +57,8 @@ FORMATS = tuple(STEPS)
 # Formats whose elements, scaled, are a byte; and those of nibbles, whose few tokens gate and up projections have in shared memory.
 _BYTES = ("fp8", "w8")
 _NIBBLES = ("q4", "q5", "q6")
+# Formats in which gate and up projections of one token have a slot for the shared expert alone.
+_SHARED_SLOT = ("bf16", "q4", "q5")
 
 
 def _tile_bytes(kind: str, length: int, padding: int = 0) -> int:
@@ -80,17 +84,23 @@ def down_one_bytes(kind: str) -> int:
 
 
 def gate_few_bytes(kind: str) -> int:
-    """sizeof(GateSlotMemory): slots, barriers, segments, and tokens, as one access where they are not there."""
+    """sizeof(GateSlotMemory): slots, barriers, groups with how many there are, and tokens, as one access where they are not there."""
     tokens = FEW_TOKENS * (2 * USUAL_HIDDEN + 64) if kind in _NIBBLES else 16
-    return GATE_SLOTS * (_tile_bytes(kind, USUAL_HIDDEN) + 2 * 8) + FEW_SEGMENTS * _SEGMENT_BYTES + tokens
+    return GATE_SLOTS * (_tile_bytes(kind, USUAL_HIDDEN) + 2 * 8) + FEW_SEGMENTS * _SEGMENT_BYTES + 16 + tokens
 
 
 def gate_one_bytes(kind: str) -> int:
-    """sizeof(GateOneMemory), but more than half of what a multiprocessor has: slots, sums, barriers, the token once or in two orders, and experts."""
+    """sizeof(GateOneMemory), but more than half of what a multiprocessor has.
+
+    Slots, one more for the shared expert where there is room, sums, barriers, the token once or in two orders, and its experts.
+    """
     slots, padding = 2 if kind == "bf16" else 4, kind not in _BYTES
-    own = _tile_bytes(kind, USUAL_HIDDEN, padding) + 2 * GATE_WARPS * _TILE * 4 + 2 * 8
+    own = _tile_bytes(kind, USUAL_HIDDEN, padding)
+    shared = max(own, _tile_bytes("w8", USUAL_HIDDEN, padding)) if may_have_other(kind) else own
+    sums = 2 * (slots + 1) * GATE_WARPS * _TILE * 4
     tokens = (2 if may_have_other(kind) else 1) * 2 * USUAL_HIDDEN
-    return max(slots * own + tokens + 4 * TOP, _MORE_THAN_HALF)
+    barriers = -(-8 * (slots + 1) // 16) * 16
+    return max(slots * own + (kind in _SHARED_SLOT) * shared + sums + barriers + tokens + _CHOSEN_BYTES, _MORE_THAN_HALF)
 
 
 def _kernel(name: str, *, shared_bytes: int = 0, carveout: int | None = None, is_tuned: bool = True) -> Kernel:
@@ -99,19 +109,21 @@ def _kernel(name: str, *, shared_bytes: int = 0, carveout: int | None = None, is
 
 
 class GateUp(NamedTuple):
-    """A kernel of gate and up projections: tiles of a unit, blocks of a multiprocessor, and warps of a block."""
+    """A kernel of gate and up projections: tiles of a unit, blocks of a multiprocessor, warps of a block, and whether it can wait for a choice."""
 
     kernel: Kernel
     tiles: int
     blocks: int
     warps: int
+    can_wait: bool = False
 
 
 class Down(NamedTuple):
-    """A kernel of down projections, and warps of a block."""
+    """A kernel of down projections, warps of a block, and whether it can wait for a choice."""
 
     kernel: Kernel
     warps: int
+    can_wait: bool = False
 
 
 # Any tokens, sizes and devices.
@@ -119,23 +131,24 @@ _GATE_UP = {
     kind: GateUp(_kernel(f"gate_up_{kind}", carveout=CARVEOUT, is_tuned=False), GATE_TILES[kind], GATE_BLOCKS, GATE_WARPS) for kind in FORMATS
 }
 _DOWN = {kind: Down(_kernel(f"down_{kind}", is_tuned=False), DOWN_WARPS) for kind in FORMATS}
-# Few tokens, which in bfloat16 are as quick by the kernels of any.
-_FEW_FORMATS = tuple(FEW_GATE_BLOCKS)
+# Few tokens, which in bfloat16 are as quick through registers.
+_FEW_FORMATS = tuple(kind for kind in FORMATS if kind != "bf16")
 _GATE_UP_FEW = {
-    kind: GateUp(_kernel(f"gate_up_few_{kind}", shared_bytes=gate_few_bytes(kind), carveout=_ALL), 1, blocks, GATE_WARPS)
-    for kind, blocks in FEW_GATE_BLOCKS.items()
+    kind: GateUp(_kernel(f"gate_up_few_{kind}", shared_bytes=gate_few_bytes(kind), carveout=ALL), 1, FEW_GATE_BLOCKS[kind], GATE_WARPS, True)
+    for kind in _FEW_FORMATS
 }
+_GATE_UP_FEW["bf16"] = GateUp(_kernel("gate_up_few_bf16", carveout=CARVEOUT), 1, FEW_GATE_BLOCKS["bf16"], GATE_WARPS, True)
 _DOWN_FEW = {
     kind: Down(_kernel(f"down_few_{kind}", shared_bytes=down_slots_bytes(kind, FEW_SLOT_WARPS, SLOTS, FEW_SEGMENTS)), FEW_SLOT_WARPS)
     for kind in _FEW_FORMATS
 }
 # One token. In bfloat16 the shared expert has a warp of its own.
 _GATE_UP_ONE = {
-    kind: GateUp(_kernel(f"gate_up_one_{kind}", shared_bytes=gate_one_bytes(kind), carveout=_ALL), 1, 1, GATE_ONE_WARPS) for kind in FORMATS
+    kind: GateUp(_kernel(f"gate_up_one_{kind}", shared_bytes=gate_one_bytes(kind), carveout=ALL), 1, 1, GATE_ONE_WARPS, True) for kind in FORMATS
 }
-_DOWN_ONE = {kind: Down(_kernel(f"down_one_{kind}", shared_bytes=down_one_bytes(kind), carveout=_ALL), TOP) for kind in _FEW_FORMATS}
+_DOWN_ONE = {kind: Down(_kernel(f"down_one_{kind}", shared_bytes=down_one_bytes(kind), carveout=ALL), TOP, True) for kind in _FEW_FORMATS}
 _ONE_BF16_BYTES = down_slots_bytes("bf16", TOP + 1, 1, ONE_SEGMENTS)
-_DOWN_ONE["bf16"] = Down(_kernel("down_one_bf16", shared_bytes=_ONE_BF16_BYTES, carveout=_ALL), TOP + 1)
+_DOWN_ONE["bf16"] = Down(_kernel("down_one_bf16", shared_bytes=_ONE_BF16_BYTES, carveout=ALL), TOP + 1, True)
 # Many tokens.
 _DOWN_SLOTS = {
     kind: Down(_kernel(f"down_slots_{kind}", shared_bytes=down_slots_bytes(kind, SLOT_WARPS, SLOTS, MOST_SEGMENTS)), SLOT_WARPS) for kind in _BYTES

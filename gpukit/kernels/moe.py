@@ -13,7 +13,7 @@ from gpukit import arrays, devices
 from gpukit.arrays import ITEMSIZE
 from gpukit.errors import ArgumentError, Signal
 from gpukit.kernels._moe import TOP, Fp8, Geometry, MoeWeights, geometry_of, router_experts
-from gpukit.kernels._moe_decode import CARVEOUT, FORMATS, MOST_SEGMENTS, down_for, gate_up_for
+from gpukit.kernels._moe_decode import ALL, CARVEOUT, FEW_TOKENS, FORMATS, MOST_SEGMENTS, down_for, gate_up_for
 from gpukit.kernels._plans import allocate, blocks_for, inverse, signal_pointer, whole
 from gpukit.kernels._row_split import RowSplit
 from gpukit.kernels._tensors import BF16, NUMBERS, Tensor, like_shape, refuse_overlap, require_aligned, tensor
@@ -24,6 +24,7 @@ from gpukit.streams import choose
 __all__ = ["Fp8", "MoeWeights", "RowSplit", "down_add", "gate_up", "prefill_reduce", "route", "route_workspace", "sparse_moe", "workspace_bytes"]
 
 _SCORES = Kernel("moe", "scores", language="cuda", early=True, carveout=CARVEOUT)
+_SCORES_ONE = Kernel("moe", "scores_one", language="cuda", early=True, carveout=ALL, capability=(9, 0))
 _SELECT = Kernel("moe", "select", language="cuda", early=True, carveout=CARVEOUT)
 _HAND_ON = Kernel("moe", "hand_on", language="cuda", early=True)
 _SCAN = Kernel("moe_prefill", "scan", language="cuda", early=True)
@@ -51,7 +52,9 @@ _TILE = 16
 _SCORE_PARTS = 4
 _SCORE_WARPS = 8
 _SELECT_WARPS = 16
-_SELECT_BLOCKS = 16
+_SELECT_BLOCKS = 8
+# Rows of the router of a block that scores one token.
+_SCORED_ROWS = 2
 # Tokens of a block that scores them: few of a batch, so that there are blocks enough, and more of many, which read the router again and again.
 _SCORE_TOKENS, _MANY_SCORE_TOKENS = 16, 64
 # Most tokens and steps of 32 elements in a row of the router that one cluster routes, its blocks and their warps.
@@ -59,8 +62,9 @@ _FEW = 16
 _FEW_STEPS = 64
 _ROUTE_BLOCKS = 16
 _ROUTE_WARPS = 16
-# sizeof(Groups)
-_GROUPS_BYTES = 128 + MOST_SEGMENTS * 32
+# Most scores of a token, in how many places they or the experts of few are; and sizeof(Groups).
+_MOST_SCORES, _SCORE_COPIES, _CHOICE_COPIES = 264, 4, 16
+_GROUPS_BYTES = 128 + 4 * (_SCORE_COPIES * _MOST_SCORES + _CHOICE_COPIES * FEW_TOKENS * TOP) + MOST_SEGMENTS * 32
 _HANDING_THREADS = 128
 # How activations are handed on: as float32, or as the terms that tensor cores take, by the down bank's format: its order, and four times its octs.
 _AS_FLOATS = 0
@@ -81,6 +85,9 @@ _BLOCK_ROWS = 256
 _RUNS_BYTES, _RUN_BYTES = 16, 16
 # Tokens of an expert, on average, above which bf16 runs are of 128 tokens.
 _LONG_RUNS_FROM = 64
+
+# What gate and up projections wait for: whether for choices or for scores, of how many experts, and a signal's counters.
+_NOTHING = (0, 0, 0, 0)
 
 _SCHEDULES = ("auto", "decode", "prefill")
 _MOST_TOKENS = 2**20
@@ -371,7 +378,8 @@ def sparse_moe(
         Holds the residual, and receives ``dest + Σ_r alpha_r · y_r + sigmoid(score) · y_shared``, apart from `x`; the stride between rows is free,
         for "prefill" a multiple of 8 elements, at an address that is a multiple of 16.
     workspace : uint8 array, shape (at least ``workspace_bytes(T, weights, schedule)``,), optional
-        Scratch, contiguous, at a multiple of 16; a new one by default. Nothing in it outlives the call.
+        Scratch, contiguous, at a multiple of 16; a new one by default. Nothing in it outlives the call. Calls behind each other may share it, but
+        where launches overlap nobody else: up to four tokens write to it before launches in front have ended, which of a new one they do not.
     schedule : {"auto", "decode", "prefill"}
         How a GPU does it, for any number of tokens. "auto" is "decode" up to 64 tokens and "prefill" above, whatever the format.
     stream : stream, optional
@@ -393,8 +401,9 @@ def sparse_moe(
     -----
     No host synchronisation, safe inside a capture when `workspace` is given. "decode" takes four launches for every 64 tokens: scores; selection
     and grouping; `gate_up`; `down_add`; the first two are one where they are in `route`. All of them may overlap (`gpukit.launch.overlapping`):
-    weights are on their way before launches in front have ended, none of which may write them. A token's result has the same bits whatever is
-    beside it, within a schedule.
+    weights are on their way before launches in front have ended, none of which may write them. Blocks of up to four tokens' `gate_up` then come up
+    before it is known what is chosen and wait for it, so that no launch has to end in between (rows of 2,048 elements, capability 9.0). A token's
+    result has the same bits whatever is beside it, within a schedule.
 
     "prefill" groups all tokens by expert (select and count, scan, gather), runs two grouped products on tensor cores, and adds each token's rows:
     seven launches, see `prefill_reduce`. As in "decode", activations go to the tensor cores as two bfloat16 numbers that keep 16 bits of them: one
@@ -432,10 +441,12 @@ def sparse_moe(
     counters = signal_pointer(signal, device) if signal is not None else 0
     if tokens == 0:
         return nothing(dest)
+    # A new workspace is memory that launches in front may still use.
+    is_early = workspace is not None
     if workspace is None:
         workspace, workspace_at = allocate("workspace", offsets[-1], "uint8", x, handle)
     plan = _decode if schedule == "decode" else _prefill
-    launches = plan(tokens_of_x, residual, geometry, _addresses(workspace_at, offsets), counters, device, handle)
+    launches = plan(tokens_of_x, residual, geometry, _addresses(workspace_at, offsets), counters, device, handle, is_early)
     return launch_all(launches, device, handle, dest, workspace)
 
 
@@ -559,7 +570,9 @@ def _layout(tokens: int, geometry: Geometry, schedule: str) -> tuple[int, ...]:
     if schedule == "prefill":
         batches, places = blocks_for(tokens, _BATCH), geometry.paths * tokens
         most = _most_runs(tokens, geometry)
+        # Nothing is ever where decode batches have words that are waited for.
         return _offsets(
+            _GROUPS_BYTES,
             route_workspace(tokens, rows), 4 * TOP * tokens, 4 * places, 8 * batches * geometry.experts, 4 * batches * geometry.experts,
             4 * geometry.experts, _RUNS_BYTES + _RUN_BYTES * most, 4 * places, 4 * places, 4 * places * geometry.width, 4 * places * geometry.hidden,
         )  # fmt: skip
@@ -652,11 +665,29 @@ def _routing(
     counters: int,
     device: int,
     stream: int,
+    has_choices: bool = False,
+    is_early: bool = False,
 ) -> list[Launch]:
-    """Scores and selection, in one launch for few tokens; `outputs` are ids, alpha, its stride, shared scale, its stride."""
+    """Scores and selection, in one launch for few tokens; `outputs` are ids, alpha, its stride, shared scale, its stride.
+
+    That one launch may say what is chosen as soon as it knows, for a launch that waits for it and may come up early.
+    """
     x_at, steps = x[0] + 2 * first * _row(x), x[1][1] // 32
     if tokens <= _FEW and steps <= _FEW_STEPS and not owners_at and _ROUTE_FEW.has_room(device, stream):
-        routed = (x_at, _row(x) // 8, router_at, steps, experts, int(has_shared), tokens, *outputs, groups_at, counters)
+        routed = (
+            x_at,
+            _row(x) // 8,
+            router_at,
+            steps,
+            experts,
+            int(has_shared),
+            tokens,
+            *outputs,
+            groups_at,
+            counters,
+            int(has_choices),
+            int(is_early),
+        )
         return [(_ROUTE_FEW, _ROUTE_BLOCKS, 32 * _ROUTE_WARPS, routed)]
     rows = experts + has_shared
     tiles, padded = blocks_for(rows, _TILE), _padded(rows)
@@ -702,17 +733,17 @@ def _gate_up(
     handing: tuple[int, int],
     device: int,
     *,
-    are_tokens_ready: bool = False,
+    awaited: tuple[int, int, int, int] = _NOTHING,
 ) -> Launch:
-    kernel, tiles_of_unit, blocks, warps = gate_up_for(geometry.gate_up_format, tokens, geometry.hidden, device)
-    tiles = geometry.width // (8 * tiles_of_unit)
-    blocks = min(_most_segments(tokens, geometry) * tiles, blocks * devices.properties(device).multiprocessors)
+    found = gate_up_for(geometry.gate_up_format, tokens, geometry.hidden, device)
+    tiles = geometry.width // (8 * found.tiles)
+    blocks = min(_most_segments(tokens, geometry) * tiles, found.blocks * devices.properties(device).multiprocessors)
     arguments = (
         *geometry.gate_up, *geometry.shared_gate_up, int(geometry.is_gate_up_other), x[0] + 2 * first * _row(x), _row(x) // 8,
         geometry.hidden, geometry.width, groups_at, act_at, geometry.paths, *handing, tiles, inverse(tiles), *_fetched(tokens, geometry),
-        int(are_tokens_ready), tokens,
+        tokens, *awaited,
     )  # fmt: skip
-    return kernel, blocks, 32 * warps, arguments
+    return found.kernel, blocks, 32 * found.warps, arguments
 
 
 def _hand_on(tokens: int, geometry: Geometry, scratch: _Scratch, act_at: int) -> Launch:
@@ -733,36 +764,53 @@ def _down(
     device: int,
     *,
     are_groups_ready: bool = False,
+    awaited: tuple[int, int] = (0, 0),
 ) -> Launch:
     row = dest[2][0]
     arguments = (
         *geometry.down, *geometry.shared_down, int(geometry.is_down_other), act_at, geometry.paths, geometry.hidden, geometry.width, groups_at,
-        alpha_at, shared_at, dest[0] + 2 * first * row, row, tokens, int(are_groups_ready),
+        alpha_at, shared_at, dest[0] + 2 * first * row, row, tokens, int(are_groups_ready), *awaited,
     )  # fmt: skip
-    kernel, warps = down_for(geometry.down_format, tokens, geometry.width, device)
-    return kernel, geometry.hidden // _TILE, 32 * warps, arguments
+    found = down_for(geometry.down_format, tokens, geometry.width, device)
+    return found.kernel, geometry.hidden // _TILE, 32 * found.warps, arguments
 
 
-def _decode(x: Tensor, dest: Tensor, geometry: Geometry, parts: list[int], counters: int, device: int, stream: int) -> list[Launch]:
+def _decode(x: Tensor, dest: Tensor, geometry: Geometry, parts: list[int], counters: int, device: int, stream: int, is_early: bool) -> list[Launch]:
     """Routing and two launches for every batch, one behind the other in the same workspace."""
     tokens = x[1][0]
     scratch = _Scratch(*parts)
     shared_at = scratch.shared_scale if geometry.has_shared else 0
     outputs = (scratch.ids, scratch.alpha, TOP, shared_at, 1)
     launches: list[Launch] = []
+    experts, has_shared = geometry.experts, geometry.has_shared
     for first in range(0, tokens, _BATCH):
         some = min(_BATCH, tokens - first)
-        routing = _routing(
-            x, first, some, geometry.router, geometry.experts, geometry.has_shared, scratch.parts, outputs, scratch.groups, 0, counters, device,
-            stream,
-        )  # fmt: skip
-        launches += routing
-        # This kernel lets the next one go when it has seen all that was written in front of it; others do before.
-        are_ready = routing[-1][0] is _ROUTE_FEW
-        launches.append(_gate_up(x, first, some, geometry, scratch.groups, scratch.act, _terms(geometry), device, are_tokens_ready=are_ready))
+        can_wait = gate_up_for(geometry.gate_up_format, some, geometry.hidden, device).can_wait
+        awaited, is_one = _NOTHING, some == 1 and can_wait and down_for(geometry.down_format, some, geometry.width, device).can_wait
+        if is_one:
+            launches.append(_scores_of_one(x, first, geometry, scratch.groups, is_early))
+            awaited = (0, 1, experts, counters)
+        else:
+            has_choices = can_wait and some > 1
+            routing = _routing(
+                x, first, some, geometry.router, experts, has_shared, scratch.parts, outputs, scratch.groups, 0, counters, device, stream,
+                has_choices, is_early,
+            )  # fmt: skip
+            launches += routing
+            if routing[-1][0] is _ROUTE_FEW:
+                awaited = (int(has_choices), 0, 0, 0)
+        terms = _terms(geometry)
+        launches.append(_gate_up(x, first, some, geometry, scratch.groups, scratch.act, terms, device, awaited=awaited))
         at = (scratch.act, scratch.alpha, shared_at)
-        launches.append(_down(dest, first, some, geometry, scratch.groups, *at, device, are_groups_ready=True))
+        launches.append(_down(dest, first, some, geometry, scratch.groups, *at, device, are_groups_ready=True, awaited=awaited[1:3]))
     return launches
+
+
+def _scores_of_one(x: Tensor, first: int, geometry: Geometry, groups_at: int, is_early: bool) -> Launch:
+    """Scores of one token, which the two launches behind choose from."""
+    rows = geometry.experts + geometry.has_shared
+    arguments = (x[0] + 2 * first * _row(x), geometry.router, rows, int(is_early), groups_at)
+    return _SCORES_ONE, _padded(rows) // _SCORED_ROWS, 32 * (_SCORE_WARPS + 1), arguments
 
 
 def _run_tokens(tokens: int, geometry: Geometry) -> int:
@@ -777,10 +825,10 @@ def _most_runs(tokens: int, geometry: Geometry) -> int:
     return min(TOP * tokens, geometry.experts + TOP * tokens // length) + geometry.has_shared * blocks_for(tokens, length)
 
 
-def _prefill(x: Tensor, dest: Tensor, geometry: Geometry, parts: list[int], counters: int, device: int, stream: int) -> list[Launch]:
+def _prefill(x: Tensor, dest: Tensor, geometry: Geometry, parts: list[int], counters: int, device: int, stream: int, is_early: bool) -> list[Launch]:
     """Scores, selection and count, scan, gather, two grouped products, and the sum of each token's rows."""
     tokens, paths, experts = x[1][0], geometry.paths, geometry.experts
-    parts_at, ids_at, alpha_at, owners_at, before_at, firsts_at, runs_at, packed_at, token_of_at, act_at, grouped_at = parts
+    _, parts_at, ids_at, alpha_at, owners_at, before_at, firsts_at, runs_at, packed_at, token_of_at, act_at, grouped_at = parts
     outputs = (ids_at, alpha_at, paths, alpha_at + 4 * TOP if geometry.has_shared else 0, paths)
     launches = _routing(x, 0, tokens, geometry.router, experts, geometry.has_shared, parts_at, outputs, 0, owners_at, counters, device, stream)
     batches, length, most = blocks_for(tokens, _BATCH), _run_tokens(tokens, geometry), _most_runs(tokens, geometry)

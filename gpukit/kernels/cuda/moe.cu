@@ -1,9 +1,11 @@
 // Device code of the decode schedule of a sparse mixture of experts: what it promises stands in `kernels/moe.py`. Four launches: scores of all
-// experts; selection, and the batch grouped by expert (few tokens: both in one); gate and up projections; down projections and their weighted sum.
+// experts; selection, and the batch grouped by expert (few tokens: both in one); gate and up projections; down projections and their weighted sum. Gate
+// and up projections of few tokens come up before it is known what is chosen; those of one token choose by themselves.
 // Each expert's weights stream from memory once, whatever the number of its tokens; the next unit's are on their way while this one's
 // sums are put together. All sums are taken in an order that follows from the geometry alone, so that a token's result never depends on the batch.
 
 #include "cluster.cuh"
+#include "moe_choice.cuh"
 #include "moe_gate_slots.cuh"
 #include "moe_one.cuh"
 #include "moe_slots.cuh"
@@ -17,7 +19,7 @@ constexpr int SCORE_STAGES = 4;
 constexpr int SLICE_STEPS = 2;
 constexpr int SELECT_WARPS = 16;
 // Blocks of a cluster that choose for a batch, a warp for each of its tokens: fewer warps of a block are in each other's way.
-constexpr int SELECT_BLOCKS = 16;
+constexpr int SELECT_BLOCKS = 8;
 constexpr int GATE_BLOCKS = 3;
 constexpr int HANDING_THREADS = 128;
 
@@ -116,18 +118,6 @@ extern "C" __global__ void __launch_bounds__(SCORE_WARPS * 32) gpukit_scores(
     }
 }
 
-// Larger for larger numbers, 0 for none; -0 is 0.
-__device__ __forceinline__ unsigned to_key(float value)
-{
-    const unsigned bits = __float_as_uint(value + 0.0f);
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
-__device__ __forceinline__ float from_key(unsigned key)
-{
-    return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
-}
-
 // One token's score of an expert: its parts, in their order.
 __device__ __forceinline__ float score_of(const float* parts, int64 apart, int64 expert)
 {
@@ -198,39 +188,25 @@ __device__ __forceinline__ bool choose(const float* parts, int64 apart, int expe
     return true;
 }
 
-// Of the scores of lanes 0 … TOP - 1, the largest first.
-__device__ __forceinline__ float softmax(float score)
-{
-    const float weight = expf(score - __shfl_sync(~0u, score, 0));
-    float sum = weight;
-#pragma unroll
-    for (int distance = 1; distance < TOP; distance *= 2)
-        sum += __shfl_xor_sync(~0u, sum, distance);
-    return weight / sum;
-}
-
-__device__ __forceinline__ float sigmoid(float value)
-{
-    return 1.0f / (1.0f + expf(-value));
-}
-
 // Segments of an expert that has so many tokens.
 __device__ __forceinline__ int segments_of(int tokens)
 {
     return (tokens + COLUMNS - 1) / COLUMNS;
 }
 
-// A segment of an expert that has so many tokens left, none of which has a route in it yet.
-__device__ __forceinline__ void begin_segment(Segment* segment, int expert, int left)
-{
-    *reinterpret_cast<Bytes16*>(segment) = make_uint4(expert, min(left, COLUMNS), 0, 0);
-    *reinterpret_cast<Bytes16*>(segment->routes) = Bytes16{};
-}
-
 // The route of a token that so many others of the expert, whose segments begin with the first, are in front of.
 __device__ __forceinline__ void add_route(Groups* groups, int first, int place, int token, int rank)
 {
     groups->each[first + place / COLUMNS].routes[place % COLUMNS] = static_cast<Bytes2>(16 * token + rank);
+}
+
+// What is in front of the segments of all: `segments` of them, with the tokens that have experts.
+__device__ __forceinline__ void begin_groups(Groups* groups, int segments, int shared_segments, uint64 tokens)
+{
+    groups->segments = segments;
+    groups->shared_segments = shared_segments;
+    groups->tokens = tokens;
+    groups->tickets = 0;
 }
 
 // What is chosen for every token, and for the later launches.
@@ -259,17 +235,7 @@ __device__ __forceinline__ int sum_in_front(int own, int& all)
     return sum;
 }
 
-// What is in front of the segments of all: `segments` of them, with the tokens that have experts.
-__device__ __forceinline__ void begin_groups(Groups* groups, int segments, int shared_segments, uint64 tokens)
-{
-    groups->segments = segments;
-    groups->shared_segments = shared_segments;
-    groups->tokens = tokens;
-    groups->tickets = 0;
-}
-
 // Warps that group a batch: a thread has an expert, and the last one the shared expert.
-constexpr int EXPERT_WARPS = MOST_EXPERTS / 32;
 constexpr int GROUPING_WARPS = EXPERT_WARPS + 1;
 
 // The shared memory of a block that selects.
@@ -450,7 +416,6 @@ constexpr int BLOCK_EXPERTS = MOST_EXPERTS * SCORE_PARTS / ROUTE_BLOCKS;
 constexpr int PITCH = TILE + 4;
 static_assert(BLOCK_EXPERTS / TILE * PAIRS == ROUTE_WARPS, "a warp has a tile and a pair");
 static_assert(FEW <= ROUTE_BLOCKS && FEW <= 16, "a token has a block, and four bits of 64");
-static_assert(EXPERT_WARPS == 2 * 4 && 4 * TOP == 32, "four lanes have two warps each, and a warp has four lanes for each of its best");
 
 #if __CUDA_ARCH__ >= 900
 // The shared memory of a block of the cluster.
@@ -462,14 +427,10 @@ struct RouteMemory {
     alignas(16) float parts[SCORE_PARTS][MOST_EXPERTS];
     float parts_of_shared[SCORE_PARTS];
     uint64 scores_arrived;
-    // Keys of all experts, the best of each warp, and the chosen ones.
-    alignas(16) unsigned keys[EXPERT_WARPS][32];
-    alignas(16) unsigned best_keys[EXPERT_WARPS][TOP];
-    int best_ids[EXPERT_WARPS][TOP];
-    unsigned chosen_keys[TOP];
-    bool is_bad;
-    // The chosen experts of the block's token, in the first block those of all tokens, which the others send.
-    int chosen[FEW][TOP];
+    ChoiceMemory choice;
+    Chosen chosen;
+    // In the first block the chosen experts of all tokens, which the others send.
+    int ids[FEW][TOP];
     uint64 ids_arrived;
     // In the first block, an expert's tokens: four bits each, 8 + the token's rank of it, for the shared expert 8.
     unsigned ranks[MOST_EXPERTS + 1][2];
@@ -505,63 +466,6 @@ __device__ __forceinline__ void send_scores(RouteMemory& memory, int part, int f
     }
 }
 
-// Which keys are `least` or more, as bits: constants selected and put together take fewer instructions than counting.
-template <int COUNT>
-__device__ __forceinline__ unsigned which_from(const unsigned (&keys)[COUNT], unsigned least)
-{
-    unsigned bits = 0;
-#pragma unroll
-    for (int i = 0; i < COUNT; i += 4) {
-        const Bytes16 four = *reinterpret_cast<const Bytes16*>(keys + i);
-        bits |= four.x >= least ? 1u << i : 0;
-        bits |= four.y >= least ? 2u << i : 0;
-        bits |= four.z >= least ? 4u << i : 0;
-        bits |= four.w >= least ? 8u << i : 0;
-    }
-    return bits;
-}
-
-// The warps of a block choose the experts of its token: an expert's rank is the number of those before it, first in its warp, then, for the best of
-// each warp, in all. The shared expert's score is known to warp EXPERT_WARPS.
-__device__ __forceinline__ void choose_together(RouteMemory& memory, int experts, float shared)
-{
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, quad = lane & 3;
-    if (warp < EXPERT_WARPS) {
-        const float score = score_of(memory.parts[0], MOST_EXPERTS, threadIdx.x);
-        // NaN has the key of an expert that is not there: ranks are those of an order, come what may.
-        const bool is_there = threadIdx.x < experts, is_nan = score != score;
-        const unsigned key = is_there && !is_nan ? to_key(score) : 0;
-        if (is_there && is_nan)
-            memory.is_bad = true;
-        memory.keys[warp][lane] = key;
-        __syncwarp();
-        // Of equal keys the first lane's comes first. No key is the largest unsigned number.
-        const int rank = __popc(which_from(memory.keys[warp], key + 1) | (which_from(memory.keys[warp], key) & ((1u << lane) - 1)));
-        if (rank < TOP) {
-            memory.best_keys[warp][rank] = key;
-            memory.best_ids[warp][rank] = threadIdx.x;
-        }
-    } else if (shared != shared) {
-        memory.is_bad = true;
-    }
-    __syncthreads();
-    if (warp < EXPERT_WARPS) {
-        const int own_rank = lane / 4, id = memory.is_bad ? -1 : memory.best_ids[warp][own_rank];
-        const unsigned key = memory.best_keys[warp][own_rank];
-        int before = 0;
-#pragma unroll
-        for (int other = 2 * quad; other < 2 * quad + 2; other++)
-            before += __popc(which_from(memory.best_keys[other], key + (other > warp)) & (other == warp ? (1u << own_rank) - 1 : ~0u));
-        before += __shfl_xor_sync(~0u, before, 1);
-        before += __shfl_xor_sync(~0u, before, 2);
-        if (quad == 0 && before < TOP) {
-            memory.chosen_keys[before] = key;
-            memory.chosen[blockIdx.x][before] = id;
-        }
-    }
-    __syncthreads();
-}
-
 __device__ __forceinline__ void wait_for_grouping_warps()
 {
     // The instruction is a whole warp's, and lanes come from branches of their own.
@@ -572,9 +476,9 @@ __device__ __forceinline__ void wait_for_grouping_warps()
 // A warp groups a batch of one token: its experts as they stand.
 __device__ __forceinline__ void group_one(const RouteMemory& memory, bool has_shared, Groups* groups)
 {
-    const int lane = threadIdx.x & 31, paths = memory.is_bad ? 0 : TOP + has_shared, path = lane - has_shared;
+    const int lane = threadIdx.x & 31, paths = memory.chosen.is_bad ? 0 : TOP + has_shared, path = lane - has_shared;
     if (lane < paths) {
-        begin_segment(groups->each + lane, path < 0 ? 0 : memory.chosen[0][path], 1);
+        begin_segment(groups->each + lane, path < 0 ? 0 : memory.chosen.ids[path], 1);
         groups->each[lane].routes[0] = path < 0 ? TOP : path;
     }
     if (lane == 0)
@@ -588,7 +492,7 @@ __device__ __forceinline__ void group_few(RouteMemory& memory, bool has_shared, 
     if (threadIdx.x < tokens * TOP) {
         if (threadIdx.x >= TOP)
             wait_for_bytes(&memory.ids_arrived);
-        const int token = threadIdx.x / TOP, rank = threadIdx.x % TOP, id = memory.chosen[token][rank];
+        const int token = threadIdx.x / TOP, rank = threadIdx.x % TOP, id = token ? memory.ids[token][rank] : id_of(memory.chosen, rank);
         if (id >= 0)
             atomicOr(&memory.ranks[id][token / 8], (8u + rank) << 4 * (token % 8));
         if (id >= 0 && rank == 0)
@@ -642,7 +546,9 @@ extern "C" __global__ void CLUSTER(ROUTE_BLOCKS) __launch_bounds__(ROUTE_WARPS *
     const char* router,     // [experts and the shared one, 32 * steps] bfloat16
     int64 steps,
     ROUTING_PARAMETERS,
-    int64* signal)
+    int64* signal,
+    int64 has_choices,      // whether the next launch waits for the experts of few tokens
+    int64 is_early)         // and whether their words are this call's alone before the launch in front has ended
 {
 #if __CUDA_ARCH__ >= 900
     __shared__ RouteMemory memory;
@@ -665,11 +571,15 @@ extern "C" __global__ void CLUSTER(ROUTE_BLOCKS) __launch_bounds__(ROUTE_WARPS *
         // Columns without a token are not looked at.
         own_x[group] = x + min(group * COLUMNS + line, here - 1) * x_row + own_columns;
     const CachePolicy policy = policy_keep_normally();
+    const bool takes_back = has_choices && blockIdx.x == 0, takes_back_early = takes_back && is_early;
+    static_assert(CHOICE_COPIES * FEW_TOKENS * TOP == ROUTE_WARPS * 32, "a thread has a word");
+    if (takes_back_early)
+        store_relaxed(groups->choices[0] + threadIdx.x, NO_CHOICE);
     if (threadIdx.x == 0) {
         expect_bytes(&memory.scores_arrived, sizeof memory.parts + (has_shared ? sizeof memory.parts_of_shared : 0));
-        expect_bytes(&memory.ids_arrived, (here - 1) * sizeof memory.chosen[0]);
-        memory.is_bad = false;
+        expect_bytes(&memory.ids_arrived, (here - 1) * sizeof memory.ids[0]);
     }
+    begin_choice(memory.choice, memory.chosen);
     arrive_at_cluster();
     Bytes16 held[PAIR_STEPS][2], held_of_shared[PAIR_STEPS];
 #pragma unroll
@@ -680,14 +590,28 @@ extern "C" __global__ void CLUSTER(ROUTE_BLOCKS) __launch_bounds__(ROUTE_WARPS *
     }
     if (blockIdx.x == 0 && threadIdx.x <= MOST_EXPERTS)
         memory.ranks[threadIdx.x][0] = memory.ranks[threadIdx.x][1] = 0;
+    // The next launch comes up when it is to be seen that no choice is there, and tokens are: a block lets it go by its first thread that does.
+    if (takes_back_early) {
+        __threadfence();
+        __syncthreads();
+    }
     wait_for_predecessor();
-    release_successor();
+    const bool takes_back_late = takes_back && !is_early;
+    if (takes_back_late)
+        store_relaxed(groups->choices[0] + threadIdx.x, NO_CHOICE);
+    else
+        release_successor();
     Bytes16 taken[FEW / COLUMNS][PAIR_STEPS];
 #pragma unroll
     for (int group = 0; group < FEW / COLUMNS; group++)
 #pragma unroll
         for (int step = 0; step < PAIR_STEPS; step++)
             taken[group][step] = group == 0 || group * COLUMNS < here ? own_x[group][4 * step] : Bytes16{};
+    if (takes_back_late) {
+        __threadfence();
+        __syncthreads();
+        release_successor();
+    }
 #pragma unroll
     for (int group = 0; group < FEW / COLUMNS; group++)
         if (group == 0 || group * COLUMNS < here) {
@@ -721,23 +645,28 @@ extern "C" __global__ void CLUSTER(ROUTE_BLOCKS) __launch_bounds__(ROUTE_WARPS *
         return;
     wait_for_bytes(&memory.scores_arrived);
     const int token = blockIdx.x;
-    const float shared = warp == EXPERT_WARPS && has_shared ? score_of(memory.parts_of_shared, 1, 0) : 0.0f;
-    choose_together(memory, most, shared);
+    const float shared = has_shared ? score_of(memory.parts_of_shared, 1, 0) : 0.0f;
+    const float score = score_of(memory.parts[0], MOST_EXPERTS, threadIdx.x % MOST_EXPERTS);
+    choose_in_block(score, shared, most, memory.choice, memory.chosen);
+    const bool is_good = !memory.chosen.is_bad;
+    // First for those that wait for it.
+    if (has_choices && threadIdx.x < CHOICE_COPIES * TOP)
+        store_relaxed(groups->choices[threadIdx.x / TOP] + token * TOP + threadIdx.x % TOP, id_of(memory.chosen, threadIdx.x % TOP));
     if (warp == EXPERT_WARPS && lane == 0) {
         if (has_shared)
-            shared_scale[token * shared_row] = memory.is_bad ? 0.0f : sigmoid(shared);
-        if (memory.is_bad)
+            shared_scale[token * shared_row] = is_good ? sigmoid(shared) : 0.0f;
+        if (!is_good)
             count(signal, OUT_OF_RANGE);
     }
     // Beside those that group.
     if (warp == ROUTE_WARPS - 1) {
-        const int rank = lane % TOP, id = memory.chosen[token][rank];
+        const int rank = lane % TOP, id = id_of(memory.chosen, rank);
         if (lane < TOP && token && groups)
-            send(&memory.chosen[token][rank], 0, id, &memory.ids_arrived);
-        const float weight = softmax(from_key(memory.chosen_keys[rank]));
+            send(&memory.ids[token][rank], 0, id, &memory.ids_arrived);
+        const float weight = softmax(memory.chosen.scores[rank]);
         if (lane < TOP) {
             ids[token * TOP + rank] = id;
-            alpha[token * alpha_row + rank] = memory.is_bad ? 0.0f : weight;
+            alpha[token * alpha_row + rank] = is_good ? weight : 0.0f;
         }
     }
     if (!groups || token)
@@ -751,8 +680,90 @@ extern "C" __global__ void CLUSTER(ROUTE_BLOCKS) __launch_bounds__(ROUTE_WARPS *
 #endif
 }
 
+// Scores of one token, for rows of the usual length: words that blocks of the next two launches wait for, which choose by themselves. A block has two
+// rows, on their way to its registers before the wait for the launch in front; it is small enough to come up beside down projections of a token. A warp
+// more than multiply says that no score is there, lets the next launch go when that is to be seen, and puts sums together, in the order of
+// `gpukit_scores`.
+constexpr int SCORED_ROWS = 2;
+constexpr int ONE_SCORE_REGISTERS = 48;
+// Pairs of slices of a warp.
+constexpr int WARP_PAIRS = SCORE_PARTS * PAIRS / SCORE_WARPS;
+// Steps and octs of a warp's part of the token.
+constexpr int PART_STEPS = WARP_PAIRS * PAIR_STEPS, PART_LENGTH = PART_STEPS * QUADS;
+static_assert(SCORE_WARPS * PART_LENGTH == GATE_WARPS * KNOWN_LENGTH / 8 && PART_LENGTH == 32, "a lane has an oct of the token");
+
+extern "C" __global__ void __maxnreg__(ONE_SCORE_REGISTERS) gpukit_scores_one(
+    const Bytes16* x,       // [GATE_WARPS * KNOWN_LENGTH] bfloat16
+    const Bytes16* router,  // [rows, GATE_WARPS * KNOWN_LENGTH] bfloat16
+    int64 rows,
+    int64 is_early,         // whether the words are this call's alone before the launch in front has ended
+    Groups* groups)
+{
+    __shared__ Bytes16 token[SCORE_WARPS][PART_LENGTH];
+    __shared__ float sums_of_pairs[SCORE_PARTS][PAIRS][SCORED_ROWS];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, line = lane >> 2, quad = lane & 3;
+    const int first_row = blockIdx.x * SCORED_ROWS, most = static_cast<int>(rows) - 1;
+    if (warp == SCORE_WARPS) {
+        // Of what fills the row up too: it is waited for, though not looked at.
+        const int own_row = lane % SCORED_ROWS, number = lane / SCORED_ROWS;
+        unsigned* word = groups->scores[number % SCORE_COPIES] + first_row + own_row;
+        if (!is_early)
+            wait_for_predecessor();
+        if (number < SCORE_COPIES)
+            store_relaxed(word, NO_SCORE);
+        for (int copy = blockIdx.x; copy < CHOICE_COPIES && lane < TOP; copy += gridDim.x)
+            store_relaxed(groups->choices[copy] + lane, NO_CHOICE);
+        __threadfence();
+        __syncwarp();
+        release_successor();
+        __syncthreads();
+        if (number >= SCORE_COPIES)
+            return;
+        float score = 0.0f;
+#pragma unroll
+        for (int part = 0; part < SCORE_PARTS; part++) {
+            float pairs[PAIRS];
+#pragma unroll
+            for (int pair = 0; pair < PAIRS; pair++)
+                pairs[pair] = sums_of_pairs[part][pair][own_row];
+            score = part ? score + sum_of_pairs(pairs) : sum_of_pairs(pairs);
+        }
+        store_relaxed(word, score == score ? __float_as_uint(score) : SOME_NAN);
+        return;
+    }
+    // Lines have the rows in turns, and the lower half of the tile nothing.
+    const Bytes16* own = router + min(first_row + line % SCORED_ROWS, most) * (GATE_WARPS * KNOWN_LENGTH / 8) + warp * PART_LENGTH + quad;
+    const CachePolicy policy = policy_keep_normally();
+    Bytes16 held[PART_STEPS];
+#pragma unroll
+    for (int step = 0; step < PART_STEPS; step++)
+        held[step] = load_weights(own + QUADS * step, policy);
+    wait_for_predecessor();
+    token[warp][lane] = load_in_order(x + warp * PART_LENGTH + lane);
+    __syncwarp();
+#pragma unroll
+    for (int pair = 0; pair < WARP_PAIRS; pair++) {
+        float sums[2][4] = {};
+#pragma unroll
+        for (int stage = 0; stage < SLICE_STEPS; stage++)
+#pragma unroll
+            for (int slice = 0; slice < 2; slice++) {
+                const int step = (pair * 2 + slice) * SLICE_STEPS + stage;
+                const Bytes16 of_token = token[warp][QUADS * step + quad];
+                multiply_tiles(sums[slice], {held[step].x, 0, held[step].y, 0}, of_token.x, of_token.y);
+                multiply_tiles(sums[slice], {held[step].z, 0, held[step].w, 0}, of_token.z, of_token.w);
+            }
+        // All columns have the same token.
+        const int number = warp * WARP_PAIRS + pair;
+        if (line < SCORED_ROWS && quad == 0)
+            sums_of_pairs[number / PAIRS][number % PAIRS][line] = sums[0][0] + sums[1][0];
+    }
+    __syncthreads();
+}
+
 // HAS_OTHER: whether the shared expert may be in eight bits where the others are not. Such formats have no tickets: their units are too short.
-template <typename Format, int TILES, int STAGES, bool HAS_OTHER>
+// IS_FEW: few tokens, grouped in the block's shared memory.
+template <typename Format, int TILES, int STAGES, bool HAS_OTHER, bool IS_FEW = false>
 __device__ __forceinline__ void run_gate_up(const GateUp& call, const Banks& banks, bool is_shared_other)
 {
     static_assert(TILES <= GATE_WARPS / 2, "a thread has a row of a tile and a column");
@@ -764,6 +775,19 @@ __device__ __forceinline__ void run_gate_up(const GateUp& call, const Banks& ban
     if (threadIdx.x == 0)
         turns[0].next_unit = unit + apart;
     __syncthreads();
+    static_assert(!(IS_FEW && HAS_OTHER), "few tokens of such formats go through shared memory");
+    if constexpr (IS_FEW) {
+#if __CUDA_ARCH__ == 900
+        __shared__ FewGroups groups;
+        take_choices(call, groups);
+        GateUpWork<Format, TILES, true, true> work(call, banks, groups.shared_segments, turns, groups.each);
+        work.take_usual();
+        const int units = groups.segments * tiles;
+        if (unit < units)
+            stream<Format, STAGES, KNOWN_LENGTH / Format::STEP>(work, work.place(unit), unit, apart, units);
+#endif
+        return;
+    }
     // Released only after the wait: the next launch counts on the groups' being there.
     wait_for_predecessor();
     release_successor();
@@ -828,9 +852,8 @@ __device__ __forceinline__ void run_down(const Down& call, const Banks& banks, b
         wait_for_predecessor();
     int unit = threadIdx.x >> 5;
     Place place(call.groups->each + unit, false, blockIdx.x);
-    DownStart<THREADS, BATCH> start(call);
-    start.load(call);
-    start.store(call, memory);
+    const DownStart start = down_start(call);
+    bring_residuals<THREADS>(call, memory);
     place.is_shared = unit < start.shared_segments;
     if (HAS_OTHER && is_shared_other) {
         DownWork<Wide> work(call, banks, start.shared_segments, memory.sums_of_paths);
@@ -857,23 +880,19 @@ __device__ __forceinline__ void run_down_slots(const Down& call, const Banks& ba
     extern __shared__ __align__(128) char dynamic[];
     using Memory = SlotMemory<Batch, SLOT_BYTES>;
     Memory& slots = *reinterpret_cast<Memory*>(dynamic);
-    Bytes16* halves = reinterpret_cast<Bytes16*>(slots.segments);
-    if (!call.are_groups_ready)
+    const bool has_choice = TOKENS == 1 && call.has_choice, has_shared = call.paths > TOP;
+    if (!has_choice && !call.are_groups_ready)
         wait_for_predecessor();
-    // The first segments come with what says how many there are.
-    const Bytes16* from = reinterpret_cast<const Bytes16*>(call.groups->each);
-    constexpr int FIRST = least(THREADS, 2 * sizeof slots.segments / sizeof(Segment));
-    const Bytes16 half = __ldcg(from + min(static_cast<int>(threadIdx.x), FIRST - 1));
-    DownStart<THREADS, TOKENS> start(call);
-    if (threadIdx.x < FIRST)
-        halves[threadIdx.x] = half;
-#pragma unroll 1
-    for (int i = threadIdx.x + THREADS; i < 2 * start.segments; i += THREADS)
-        halves[i] = __ldcg(from + i);
     if (threadIdx.x < WARPS * SLOTS)
         init_barrier(shared_address(slots.arrivals[0] + threadIdx.x), 1);
+    const int id = has_choice ? wait_for_choice(call.groups, threadIdx.x % TOP) : NO_EXPERT;
+    const DownStart start = has_choice ? take_chosen(id, has_shared, slots.segments) : take_segments<THREADS>(call, slots.segments);
     fence_for_copies();
     __syncthreads();
+    // On their way before weights are.
+    ChosenScores scores;
+    if (has_choice && threadIdx.x < 32)
+        scores = ChosenScores(call.groups, id, call.experts, has_shared);
     const DownWork<Format> work(call, banks, start.shared_segments, memory.sums_of_paths);
     SlotStream<Format, Batch, SLOT_BYTES> stream(work, slots, start.segments);
     const int unit = threadIdx.x >> 5;
@@ -905,8 +924,14 @@ __device__ __forceinline__ void run_down_slots(const Down& call, const Banks& ba
             had = 1;
         }
     stream.take(first);
-    start.load(call);
-    start.store(call, memory);
+    bring_residuals<THREADS>(call, memory);
+    if (has_choice) {
+        if (threadIdx.x < 32)
+            scores.weigh(memory.weights);
+        // Scores of the next call fit beside. They may take back words that have been waited for: all have what they want.
+        __syncthreads();
+        release_successor();
+    }
     stream.go_on(first, slot, had);
     put_together<THREADS>(call, memory, start.tokens);
 #endif
@@ -916,21 +941,28 @@ __device__ __forceinline__ void run_down_slots(const Down& call, const Banks& ba
     const char *base, const char *high, const char *scales, const char *shared_base, const char *shared_high, const char *shared_scales,       \
         int64 is_shared_other, const Bytes16 *x, int64 x_row, int64 hidden, int64 width, const Groups *groups, unsigned *act, int64 paths,     \
         int64 handing, int64 shared_handing, int64 tiles, int64 inverse_of_tiles, int64 shared_bytes, const char *ahead, int64 ahead_bytes,    \
-        int64 are_tokens_ready, int64 tokens
+        int64 tokens, int64 has_choices, int64 has_scores, int64 experts, int64 *signal
 #define DOWN_PARAMETERS                                                                                                                        \
     const char *base, const char *high, const char *scales, const char *shared_base, const char *shared_high, const char *shared_scales,       \
         int64 is_shared_other, const unsigned *act, int64 paths, int64 hidden, int64 width, const Groups *groups, const float *alpha,          \
-        const float *shared_scale, Bytes2 *dest, int64 dest_row, int64 tokens, int64 are_groups_ready
+        const float *shared_scale, Bytes2 *dest, int64 dest_row, int64 tokens, int64 are_groups_ready, int64 has_choice, int64 experts
 
 #define GATE_UP_ARGUMENTS                                                                                                                      \
     GateUp { x, x_row, hidden, width, groups, act, paths, static_cast<int>(handing), static_cast<int>(shared_handing),                         \
-             divisor_of(tiles, inverse_of_tiles), shared_bytes, ahead, ahead_bytes, are_tokens_ready != 0, tokens },                              \
+             divisor_of(tiles, inverse_of_tiles), shared_bytes, ahead, ahead_bytes, tokens, has_choices != 0, has_scores != 0,                 \
+             static_cast<int>(experts), signal },                                                                                              \
         Banks { { base, high, scales }, { shared_base, shared_high, shared_scales } }, is_shared_other != 0
 
 #define GATE_UP_KERNEL(name, format, tiles_of_unit, stages, has_other)                                                                         \
     extern "C" __global__ void __launch_bounds__(GATE_WARPS * 32, GATE_BLOCKS) gpukit_gate_up_##name(GATE_UP_PARAMETERS)                       \
     {                                                                                                                                          \
         run_gate_up<format, tiles_of_unit, stages, has_other>(GATE_UP_ARGUMENTS);                                                              \
+    }
+
+#define GATE_UP_FEW_STREAM_KERNEL(name, format, tiles_of_unit, stages)                                                                           \
+    extern "C" __global__ void __launch_bounds__(GATE_WARPS * 32, GATE_BLOCKS) gpukit_gate_up_few_##name(GATE_UP_PARAMETERS)                   \
+    {                                                                                                                                          \
+        run_gate_up<format, tiles_of_unit, stages, false, true>(GATE_UP_ARGUMENTS);                                                            \
     }
 
 #define GATE_UP_FEW_KERNEL(name, format, has_other)                                                                                            \
@@ -946,7 +978,8 @@ __device__ __forceinline__ void run_down_slots(const Down& call, const Banks& ba
     }
 
 #define DOWN_ARGUMENTS                                                                                                                         \
-    Down { act, paths, hidden, width, groups, alpha, shared_scale, dest, dest_row, tokens, are_groups_ready },                                 \
+    Down { act, paths, hidden, width, groups, alpha, shared_scale, dest, dest_row, tokens, are_groups_ready,                                   \
+           has_choice != 0, static_cast<int>(experts) },                                                                                       \
         Banks { { base, high, scales }, { shared_base, shared_high, shared_scales } }, is_shared_other != 0
 
 #define DOWN_KERNEL(name, format, stages, has_other)                                                                                           \
@@ -984,9 +1017,10 @@ MOE_KERNELS(bf16, Bf16, 1, 8, 4, 8, false)
 MOE_KERNELS(fp8, Fp8, 2, 2, 4, 4, false)
 MOE_KERNELS(q4, Split<4>, 1, 8, 2, 2, true)
 MOE_KERNELS(q5, Split<5>, 1, 8, 3, 4, true)
-MOE_KERNELS(q6, Split<6>, 1, 8, 3, 4, true)
+MOE_KERNELS(q6, Split<6>, 1, 8, 2, 4, true)
 MOE_KERNELS(w8, Wide, 1, 8, 4, 4, false)
 
+GATE_UP_FEW_STREAM_KERNEL(bf16, Bf16, 1, 8)
 MOE_KERNELS_OF_FEW(fp8, Fp8, false)
 MOE_KERNELS_OF_FEW(q4, Split<4>, true)
 MOE_KERNELS_OF_FEW(q5, Split<5>, true)

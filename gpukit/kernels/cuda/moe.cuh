@@ -16,6 +16,12 @@ constexpr int MOST_EXPERTS = 256;
 // Tokens that are grouped together, and those that share one reading of an expert from the L2.
 constexpr int BATCH = 64;
 constexpr int COLUMNS = 8;
+// Tokens that kernels of their own are for.
+constexpr int FEW_TOKENS = COLUMNS / 2;
+// A token's scores, with what fills them up to accesses of the widest kind.
+constexpr int MOST_SCORES = MOST_EXPERTS + 8;
+constexpr int SCORE_COPIES = 4;
+constexpr int CHOICE_COPIES = 16;
 // Rows of a tile.
 constexpr int TILE = 16;
 // Elements of a row that a warp takes in the geometries that the decode schedule is tuned for: 2,048 by four warps, or 512.
@@ -44,6 +50,9 @@ struct Groups {
     uint64 tokens;  // those that have experts, as bits
     int tickets;    // that blocks of the gate and up projections have taken
     int unused[27];
+    // Words that are waited for, in places where nothing else ever is: scores of one token, or experts of few. There are copies for the many blocks.
+    unsigned scores[SCORE_COPIES][MOST_SCORES];
+    int choices[CHOICE_COPIES][FEW_TOKENS * TOP];
     Segment each[MOST_SEGMENTS];
 };
 

@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include "moe_choice.cuh"
 #include "moe_stream.cuh"
 #include "staging.cuh"
 
@@ -64,7 +65,6 @@ struct GateFew {
     static constexpr int BLOCKS = HAS_TOKENS && Format::HIGH_BYTES == 0 ? 4 : 3;
 };
 constexpr int GATE_SLOTS = 2;
-constexpr int FEW_SEGMENTS = HALF_COLUMNS * TOP + 1;
 // Accesses of a token, and from one token to the next: those of a step with two octs that are read at once are in different banks.
 constexpr int TOKEN_LENGTH = GATE_WARPS * KNOWN_LENGTH / 8, TOKEN_PITCH = TOKEN_LENGTH + QUADS;
 
@@ -74,7 +74,7 @@ struct GateSlotMemory {
     static constexpr bool HAS_TOKENS = GateFew<Format>::HAS_TOKENS;
     char slots[GATE_SLOTS * GateSlot<Format, false>::BYTES];
     uint64 arrivals[2][GATE_SLOTS];
-    Segment segments[FEW_SEGMENTS];
+    FewGroups groups;
     Bytes16 tokens[HAS_TOKENS ? HALF_COLUMNS : 1][HAS_TOKENS ? TOKEN_PITCH : 1];
 };
 
@@ -107,7 +107,7 @@ struct FromNibbles {
 template <typename Format, typename Memory>
 struct GateSlotStream {
     using Own = GateSlot<Format, false>;
-    using Work = GateUpWork<Format, 1, false>;
+    using Work = GateUpWork<Format, 1, false, true>;
     static constexpr bool HAS_TOKENS = Memory::HAS_TOKENS;
     static constexpr int STEPS = Own::STEPS, LENGTH = Work::STEP_LENGTH * Format::OCTS;
     static constexpr int SLOTS = least(sizeof Memory::slots / Own::BYTES, GATE_SLOTS);
@@ -123,29 +123,20 @@ struct GateSlotStream {
     {
     }
 
-    __device__ __forceinline__ Place place(int unit) const
-    {
-        const int segment = work.call.tiles.quotient(unit);
-        Place place;
-        place.head = *reinterpret_cast<const Bytes8*>(memory.segments + segment);
-        place.route = memory.segments[segment].routes[(threadIdx.x & 31) / 4];
-        place.is_shared = segment < work.shared_segments;
-        place.tile = unit - segment * tiles;
-        return place;
-    }
-
     __device__ __forceinline__ void ask(int unit, int end, int slot) const
     {
         if (unit >= end)
             return;
-        const int segment = work.call.tiles.quotient(unit), tile = unit - segment * tiles;
+        const int segment = work.call.tiles.quotient(unit), tile = unit - segment * tiles, warp = threadIdx.x / 32;
         const Bank bank = choose(segment < work.shared_segments, work.banks.shared, work.banks.routed);
-        const int expert = memory.segments[segment].expert, width = static_cast<int>(work.call.width);
+        const int expert = work.segments[segment].expert, width = static_cast<int>(work.call.width);
         const CachePolicy policy = policy_evict_first();
-        if (threadIdx.x == 0) {
-            Own::expect(arrivals + slot);
+        // Warps ask beside each other.
+        if (threadIdx.x % 32 == 0) {
+            if (warp == 0)
+                Own::expect(arrivals + slot);
 #pragma unroll
-            for (int copy = 0; copy < Own::COPIES; copy++)
+            for (int copy = warp; copy < Own::COPIES; copy += GATE_WARPS)
                 Own::ask(bank, expert, tile, width, memory.slots + slot * Own::BYTES, arrivals + slot, copy, policy);
         }
     }
@@ -202,7 +193,8 @@ struct GateSlotStream {
 #pragma unroll
         for (int slot = 0; slot < SLOTS; slot++)
             ask(unit + slot * apart, end, slot);
-        Place own = place(unit);
+        work.wait();
+        Place own = work.place(unit);
         if constexpr (!HAS_TOKENS) {
             const Bytes16* token = token_of(own);
 #pragma unroll
@@ -214,7 +206,7 @@ struct GateSlotStream {
 #pragma unroll 1
         while (true) {
             const bool has_next = unit + apart < end;
-            const Place next = place(has_next ? unit + apart : unit);
+            const Place next = work.place(has_next ? unit + apart : unit);
             multiply(own, next, has_next, slot, phase);
             // All have been at a barrier since they read the slot.
             ask(unit + SLOTS * apart, end, slot);
@@ -227,6 +219,20 @@ struct GateSlotStream {
         }
     }
 };
+
+// The tokens in shared memory, in the order of nibbles.
+__device__ __forceinline__ void bring_tokens(const GateUp& call, Bytes16 (&tokens)[HALF_COLUMNS][TOKEN_PITCH])
+{
+    constexpr int APART = 32 * GATE_WARPS, EACH = TOKEN_LENGTH / APART;
+    Bytes16 taken[HALF_COLUMNS * EACH];
+    // Of fewer tokens the last again: without branches all loads are on their way at once. From the L2: the L1 may have what was there before.
+#pragma unroll
+    for (int i = 0; i < HALF_COLUMNS * EACH; i++)
+        taken[i] = __ldcg(call.x + min(i / EACH, static_cast<int>(call.tokens) - 1) * call.x_row + threadIdx.x + i % EACH * APART);
+#pragma unroll
+    for (int i = 0; i < HALF_COLUMNS * EACH; i++)
+        tokens[i / EACH][place_of_oct(threadIdx.x + i % EACH * APART)] = arranged<NIBBLES>(taken[i]);
+}
 
 // HAS_OTHER: whether the shared expert may be in eight bits where the others are not.
 template <typename Format, bool HAS_OTHER>
@@ -243,35 +249,23 @@ __device__ __forceinline__ void run_gate_up_slots(const GateUp& call, const Bank
         init_barrier(shared_address(memory.arrivals[0] + threadIdx.x), 1);
     fence_for_copies();
     if constexpr (Memory::HAS_TOKENS) {
-        if (!call.are_tokens_ready)
+        if (!call.has_choices)
             wait_for_predecessor();
-#pragma unroll 1
-        for (int i = threadIdx.x; i < call.tokens * TOKEN_LENGTH; i += 32 * GATE_WARPS) {
-            const int token = i / TOKEN_LENGTH, oct = i % TOKEN_LENGTH;
-            // From the L2: the L1 may have what was there before.
-            memory.tokens[token][place_of_oct(oct)] = arranged<NIBBLES>(__ldcg(call.x + token * call.x_row + oct));
-        }
+        bring_tokens(call, memory.tokens);
     }
-    // Released only after the wait: the next launch counts on the groups' being there.
-    wait_for_predecessor();
-    release_successor();
-    static_assert(2 * FEW_SEGMENTS <= GATE_WARPS * 32, "a thread has a half of a segment");
-    const Bytes16 half = __ldcg(reinterpret_cast<const Bytes16*>(call.groups->each) + threadIdx.x);
-    const Bytes8 numbers = __ldcg(reinterpret_cast<const Bytes8*>(call.groups));
-    if (threadIdx.x < 2 * FEW_SEGMENTS)
-        reinterpret_cast<Bytes16*>(memory.segments)[threadIdx.x] = half;
-    __syncthreads();
-    const int tiles = static_cast<int>(call.tiles.value), all = gridDim.x, shared_segments = numbers.y, units = numbers.x * tiles;
+    take_choices(call, memory.groups);
+    const int tiles = static_cast<int>(call.tiles.value), all = gridDim.x, shared_segments = memory.groups.shared_segments;
+    const int units = memory.groups.segments * tiles;
     int unit = blockIdx.x, apart = all;
     if (HAS_OTHER && is_shared_other) {
-        GateUpWork<Wide, 1, false> work(call, banks, shared_segments, turns);
+        GateUpWork<Wide, 1, false, true> work(call, banks, shared_segments, turns, memory.groups.each);
         const int shared_units = shared_segments * tiles;
         work.take_usual();
         GateSlotStream<Wide, Memory>(work, memory, memory.arrivals[1]).run(unit, all, shared_units);
         __syncthreads();
         go_on_behind_shared(unit, apart, shared_units, units);
     }
-    GateUpWork<Format, 1, false> work(call, banks, shared_segments, turns);
+    GateUpWork<Format, 1, false, true> work(call, banks, shared_segments, turns, memory.groups.each);
     work.take_usual();
     GateSlotStream<Format, Memory>(work, memory, memory.arrivals[0]).run(unit, apart, units);
 #endif

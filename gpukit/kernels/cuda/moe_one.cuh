@@ -23,23 +23,31 @@ struct GateGroup {
     // asked for sooner, and eight of their rows meet in banks only twice as often.
     static constexpr bool IS_PADDED = !IS_OF_BYTES;
     static constexpr int SLOTS = (Format::HAS_SCALE ? 4 : 2) / GROUPS, SLOTS_BYTES = SLOTS * GateSlot<Format, IS_PADDED>::BYTES;
+    // The shared expert's units, which are the first group's, have a slot of their own, if there is room for one beside down projections.
+    static constexpr bool HAS_SHARED_SLOT = !IS_OF_BYTES && Format::HIGH_BYTES < 16;
 };
 
 // A slice of the token.
 using TokenSlice = Bytes16[KNOWN_LENGTH / 8];
 
 // HAS_OTHER: whether the shared expert may be in eight bits where the others are not.
-template <typename SomeGroup, bool HAS_OTHER>
+template <typename Format, bool HAS_OTHER>
 struct GateOneMemory {
-    using Group = SomeGroup;
-    char slots[Group::GROUPS][Group::SLOTS_BYTES];
+    using Group = GateGroup<Format>;
+    static constexpr int OWN_BYTES = GateSlot<Format, Group::IS_PADDED>::BYTES, OTHER_BYTES = GateSlot<Wide, Group::IS_PADDED>::BYTES;
+    static constexpr int SHARED_BYTES = HAS_OTHER && OTHER_BYTES > OWN_BYTES ? OTHER_BYTES : OWN_BYTES, ALL_BYTES = Group::GROUPS * Group::SLOTS_BYTES;
+    // Else they come to the last ones of the group's, of which so many are free beside them.
+    static constexpr int SHARED_AT = Group::HAS_SHARED_SLOT ? ALL_BYTES : Group::SLOTS_BYTES - SHARED_BYTES;
+    static constexpr int FREE_SLOTS = Group::HAS_SHARED_SLOT ? Group::SLOTS : SHARED_AT / OWN_BYTES;
+    char slots[Group::HAS_SHARED_SLOT ? ALL_BYTES + SHARED_BYTES : ALL_BYTES];
     // Of slices of rows, in turns; where they are shared out, slots have them.
     float sums[2][Group::GROUPS][Group::SLOTS][GATE_WARPS][TILE];
-    // Of the routed experts and of the shared one.
-    uint64 arrivals[2][Group::GROUPS][Group::SLOTS];
+    float sums_of_shared[2][GATE_WARPS][TILE];
+    uint64 arrivals[Group::GROUPS][Group::SLOTS];
+    uint64 shared_arrival;
     // In the order of the format, and in that of eight bits.
     TokenSlice token[HAS_OTHER ? 2 : 1][GATE_WARPS];
-    int experts[TOP];
+    Chosen chosen;
 };
 
 // A lane's octs of the token in a step, in shared memory, in the order of the format.
@@ -54,23 +62,21 @@ struct InOrder {
     }
 };
 
-// The units of this group of warps, of the routed experts or of the shared one. IS_OTHER: of the shared one in eight bits where the others are not.
-// UNROLLED: as many steps at once as there are registers for.
-template <typename Format, int UNROLLED, bool IS_OTHER, typename Memory>
+// The units of this group of warps, of the routed experts or, the first group's, of the shared one. IS_OTHER: of the shared one in eight bits where the
+// others are not. UNROLLED: as many steps at once as there are registers for.
+template <typename Format, int UNROLLED, bool IS_SHARED, bool IS_OTHER, typename Memory>
 struct GateOneStream {
     using Group = typename Memory::Group;
     using Own = GateSlot<Format, Group::IS_PADDED>;
     static constexpr bool IS_SHARED_OUT = Group::SHARERS > 1;
-    static constexpr int STEPS = Own::STEPS, EACH = STEPS / Group::SHARERS, SLOTS = least(Group::SLOTS_BYTES / Own::BYTES, Group::SLOTS);
-    static_assert(SLOTS > 0, "a unit fits");
+    static constexpr int STEPS = Own::STEPS, EACH = STEPS / Group::SHARERS, SLOTS = IS_SHARED ? 1 : Group::SLOTS;
     const GateUp& call;
     const Bank& bank;
     Memory& memory;
     int tiles, end;
-    bool is_shared;
 
-    __device__ __forceinline__ GateOneStream(const GateUp& call, const Bank& bank, Memory& memory, int paths, bool is_shared)
-        : call(call), bank(bank), memory(memory), tiles(static_cast<int>(call.tiles.value)), end(paths * tiles), is_shared(is_shared)
+    __device__ __forceinline__ GateOneStream(const GateUp& call, const Bank& bank, Memory& memory, int paths)
+        : call(call), bank(bank), memory(memory), tiles(static_cast<int>(call.tiles.value)), end(paths * tiles)
     {
     }
 
@@ -92,32 +98,42 @@ struct GateOneStream {
 
     static __device__ __forceinline__ int apart()
     {
-        return Group::GROUPS * gridDim.x;
+        return (IS_SHARED ? 1 : Group::GROUPS) * gridDim.x;
     }
 
     __device__ __forceinline__ uint64* arrival(int slot) const
     {
-        return memory.arrivals[is_shared][group()] + slot;
+        return IS_SHARED ? &memory.shared_arrival : memory.arrivals[group()] + slot;
     }
 
     __device__ __forceinline__ char* slot_at(int slot) const
     {
-        return memory.slots[group()] + slot * Own::BYTES;
+        return memory.slots + (IS_SHARED ? Memory::SHARED_AT : group() * Group::SLOTS_BYTES + slot * Own::BYTES);
     }
 
-    // The warps ask for what comes into all slots, a unit behind the other.
-    __device__ __forceinline__ void ask(int unit) const
+    __device__ __forceinline__ float (*sums(int slot, int turn) const)[TILE]
     {
-        const int copy = warp() + Group::WARPS * (threadIdx.x & 31);
+        return IS_SHARED ? memory.sums_of_shared[turn] : memory.sums[turn][group()][slot];
+    }
+
+    // Warps ask for what comes into slots from one on, units behind each other from the first one's on.
+    template <int WARPS>
+    __device__ __forceinline__ void ask(int first_unit, int from, int to) const
+    {
+        // Slots whose copies are asked for beside each other.
+        constexpr int AT_ONCE = least(SLOTS, Own::COPIES <= WARPS / 2 ? 2 : 1);
+        const int number = warp() + WARPS * (threadIdx.x & 31), beside = AT_ONCE > 1 ? number / Own::COPIES : 0, copy = number - beside * Own::COPIES;
+        if (warp() >= WARPS || beside >= AT_ONCE || copy >= Own::COPIES)
+            return;
 #pragma unroll 1
-        for (int slot = 0; slot < SLOTS; slot++, unit += apart()) {
+        for (int slot = from + beside; slot < to; slot += AT_ONCE) {
+            const int unit = first_unit + slot * apart();
             if (unit >= end)
                 return;
-            const int path = call.tiles.quotient(unit), expert = is_shared ? 0 : memory.experts[path];
+            const int path = call.tiles.quotient(unit), expert = IS_SHARED ? 0 : memory.chosen.ids[path];
             if (copy == 0)
                 Own::expect(arrival(slot));
-            if (copy < Own::COPIES)
-                Own::ask(bank, expert, unit - path * tiles, static_cast<int>(call.width), slot_at(slot), arrival(slot), copy, policy_evict_first());
+            Own::ask(bank, expert, unit - path * tiles, static_cast<int>(call.width), slot_at(slot), arrival(slot), copy, policy_evict_first());
         }
     }
 
@@ -140,7 +156,7 @@ struct GateOneStream {
         wait_for_phase(shared_address(arrival(slot)), turn);
         const char* own = slot_at(slot);
         const TokenSlice& token = memory.token[IS_OTHER][slice];
-        float sums[1][4] = {};
+        float sums_of_columns[1][4] = {};
 #pragma unroll UNROLLED
         for (int i = 0; i < EACH; i++) {
             const int step = from + i;
@@ -159,12 +175,12 @@ struct GateOneStream {
             } else {
                 take_scale<Format>(held[0], Own::scales(own, line, slice), step);
                 take_scale<Format>(held[1], Own::scales(own, line + 8, slice), step);
-                multiply_step<Format>(sums, held[0], held[1], taken);
+                multiply_step<Format>(sums_of_columns, held[0], held[1], taken);
             }
         }
         if (!IS_SHARED_OUT && quad == 0) {
-            memory.sums[turn][group()][slot][slice][line] = sums[0][0];
-            memory.sums[turn][group()][slot][slice][line + 8] = sums[0][2];
+            sums(slot, turn)[slice][line] = sums_of_columns[0][0];
+            sums(slot, turn)[slice][line + 8] = sums_of_columns[0][2];
         }
     }
 
@@ -172,7 +188,7 @@ struct GateOneStream {
     __device__ __forceinline__ float sum_of(int slot, int turn, int slice, int row) const
     {
         if constexpr (!IS_SHARED_OUT)
-            return memory.sums[turn][group()][slot][slice][row];
+            return sums(slot, turn)[slice][row];
         RowScales<Format, STEPS> scales;
         scales.take_all(Own::scales(slot_at(slot), row, slice));
         float sum = 0.0f;
@@ -188,13 +204,13 @@ struct GateOneStream {
     // Where this lane's word of a unit's activations goes.
     __device__ __forceinline__ unsigned* place(int unit) const
     {
-        const int number = call.tiles.quotient(unit), path = is_shared ? TOP : number;
-        const Handing handing(is_shared ? call.shared_handing : call.handing);
+        const int number = call.tiles.quotient(unit), path = IS_SHARED ? TOP : number;
+        const Handing handing(IS_SHARED ? call.shared_handing : call.handing);
         return call.act + path * call.width + place_in_row(handing, unit - number * tiles);
     }
 
-    // A warp puts together what all have made.
-    __device__ __forceinline__ void finish(unsigned* to, int slot, int turn) const
+    // A warp puts together what all have made: this lane's word.
+    __device__ __forceinline__ unsigned finish(int slot, int turn) const
     {
         const int lane = threadIdx.x & 31, element = lane % 8;
         const float of_gate = sum_of(slot, turn, lane / 8, element), of_up = sum_of(slot, turn, lane / 8, element + 8);
@@ -204,13 +220,12 @@ struct GateOneStream {
             gate += __shfl_sync(~0u, of_gate, 8 * slice + element);
             up += __shfl_sync(~0u, of_up, 8 * slice + element);
         }
-        const unsigned word = word_of_oct(silu(gate) * up, Handing(is_shared ? call.shared_handing : call.handing));
-        if (lane < 8)
-            *to = word;
+        return word_of_oct(silu(gate) * up, Handing(IS_SHARED ? call.shared_handing : call.handing));
     }
 
-    // What comes into all slots has been asked for.
-    __device__ __forceinline__ void run() const
+    // What comes into all slots has been asked for. `behind_reading`: what is done when the last slots have been read.
+    template <typename Behind>
+    __device__ __forceinline__ void run(const Behind& behind_reading) const
     {
         unsigned turn = 0;
 #pragma unroll 1
@@ -218,76 +233,117 @@ struct GateOneStream {
             const int later = unit + SLOTS * apart(), own = unit + warp() * apart();
             // Before there is something to do.
             unsigned* const to = place(own);
+            unsigned word;
 #pragma unroll 1
             for (int slot = 0; slot < SLOTS && unit + slot * apart() < end; slot++)
                 multiply(slot, turn);
             // Copies come behind what has been stored in their place.
-            if (IS_SHARED_OUT && later < end)
+            if (IS_SHARED_OUT)
                 fence_for_copies();
             meet_group();
             if (!IS_SHARED_OUT)
-                ask(later);
-            if (warp() < SLOTS && own < end)
-                finish(to, warp(), turn);
+                ask<Group::WARPS>(later, 0, SLOTS);
+            const bool has_own = warp() < SLOTS && own < end;
+            if (has_own)
+                word = finish(warp(), turn);
             if (IS_SHARED_OUT && later < end) {
                 meet_group();
-                ask(later);
+                ask<Group::WARPS>(later, 0, SLOTS);
             }
+            if (later >= end)
+                behind_reading();
+            // Last of all: fences would wait for it.
+            if (has_own && threadIdx.x % 32 < 8)
+                *to = word;
         }
     }
 };
 
-// The shared expert hangs on no choice: its units come first.
+// The shared expert hangs on no choice: its units are asked for first, and multiplied while those of the routed experts are on their way.
 template <typename Format, int UNROLLED, bool HAS_OTHER>
 __device__ __forceinline__ void run_gate_up_one(const GateUp& call, const Banks& banks, bool is_shared_other)
 {
 #if __CUDA_ARCH__ == 900
     extern __shared__ __align__(128) char dynamic[];
-    using Group = GateGroup<Format>;
-    using Memory = GateOneMemory<Group, HAS_OTHER>;
+    using Memory = GateOneMemory<Format, HAS_OTHER>;
+    using Group = typename Memory::Group;
     Memory& memory = *reinterpret_cast<Memory*>(dynamic);
+    // Before weights come to the slots.
+    ScoresMemory& choice = *reinterpret_cast<ScoresMemory*>(dynamic);
+    static_assert(sizeof(ScoresMemory) <= Memory::SHARED_AT, "the shared expert's slot is elsewhere");
     const bool has_shared = call.paths > TOP, is_other = HAS_OTHER && is_shared_other;
-    if (threadIdx.x < 2 * Group::GROUPS * Group::SLOTS)
-        init_barrier(shared_address(memory.arrivals[0][0] + threadIdx.x), 1);
-    fence_for_copies();
-    __syncthreads();
     // One of the two, by the format that the shared expert is in.
     using OtherFormat = typename Choice<HAS_OTHER, Wide, Format>::type;
-    const GateOneStream<Format, UNROLLED, false, Memory> shared(call, banks.shared, memory, has_shared, true);
-    const GateOneStream<OtherFormat, UNROLLED, HAS_OTHER, Memory> other(call, banks.shared, memory, has_shared, true);
-    if (is_other)
-        other.ask(other.first());
-    else
-        shared.ask(shared.first());
+    const GateOneStream<Format, UNROLLED, true, false, Memory> shared(call, banks.shared, memory, has_shared);
+    const GateOneStream<OtherFormat, UNROLLED, true, HAS_OTHER, Memory> other(call, banks.shared, memory, has_shared);
+    const bool has_unit_of_shared = shared.group() == 0 && shared.first() < shared.end;
+    if (threadIdx.x < 32) {
+        if (threadIdx.x < Group::GROUPS * Group::SLOTS + 1)
+            init_barrier(shared_address(memory.arrivals[0] + threadIdx.x), 1);
+        fence_for_copies();
+        __syncwarp();
+        if (is_other)
+            other.template ask<1>(other.first(), 0, 1);
+        else
+            shared.template ask<1>(shared.first(), 0, 1);
+    }
+    begin_choice(choice, memory.chosen);
+    // Early: fences wait for them.
     prefetch_all(call.ahead, call.ahead_bytes);
-    if (!call.are_tokens_ready)
+    constexpr int LENGTH = KNOWN_LENGTH / 8, THREADS = 32 * GATE_ONE_WARPS;
+    static_assert(GATE_WARPS * LENGTH == THREADS && MOST_EXPERTS == THREADS, "a thread has an access of the token, and an expert");
+    // By warps that have nothing else to do.
+    if (call.has_scores)
+        wait_for_scores(call.groups, call.experts + has_shared, THREADS / 2, choice);
+    else
         wait_for_predecessor();
-    constexpr int LENGTH = KNOWN_LENGTH / 8;
-    static_assert(GATE_WARPS * LENGTH == 32 * GATE_ONE_WARPS, "a thread has an access of the token");
+    __syncthreads();
     // From the L2: the L1 may have what was there before.
     const Bytes16 oct = __ldcg(call.x + threadIdx.x);
+    if (call.has_scores) {
+        const float shared_score = has_shared ? choice.scores[call.experts] : 0.0f;
+        choose_in_block(choice.scores[min(static_cast<int>(threadIdx.x), call.experts - 1)], shared_score, call.experts, choice, memory.chosen);
+        // For those that come behind.
+        for (int copy = blockIdx.x; copy < CHOICE_COPIES && threadIdx.x < TOP; copy += gridDim.x)
+            store_relaxed(const_cast<int*>(call.groups->choices[copy]) + threadIdx.x, id_of(memory.chosen, threadIdx.x));
+    } else {
+        const Segment* segment = call.groups->each + has_shared + threadIdx.x % TOP;
+        const int segments = __ldcg(&call.groups->segments), expert = __ldcg(&segment->expert), path = __ldcg(segment->routes);
+        // A token without a choice has no segments.
+        if (threadIdx.x == 0)
+            memory.chosen.is_bad = !segments;
+        if (segments && threadIdx.x < TOP)
+            memory.chosen.ids[path] = expert;
+        __syncthreads();
+    }
+    // The slots have had other things.
+    fence_for_copies();
+    const bool is_good = !memory.chosen.is_bad;
+    const GateOneStream<Format, UNROLLED, false, false, Memory> routed(call, banks.routed, memory, is_good ? TOP : 0);
+    routed.template ask<Group::WARPS>(routed.first(), 0, has_unit_of_shared ? Memory::FREE_SLOTS : Group::SLOTS);
     memory.token[0][threadIdx.x / LENGTH][threadIdx.x % LENGTH] = arranged<Format::ORDER>(oct);
     if (is_other)
         memory.token[HAS_OTHER][threadIdx.x / LENGTH][threadIdx.x % LENGTH] = arranged<Wide::ORDER>(oct);
     __syncthreads();
-    if (is_other)
-        other.run();
-    else
-        shared.run();
-    wait_for_predecessor();
-    // Only now: the next launch counts on the groups' being there.
+    // Later than weights are asked for: those of the next launch come behind.
     release_successor();
-    const Segment* segment = call.groups->each + has_shared + threadIdx.x % TOP;
-    const int segments = __ldcg(&call.groups->segments), expert = __ldcg(&segment->expert), path = __ldcg(segment->routes);
-    // A token without a choice has no segments.
-    if (segments && threadIdx.x < TOP)
-        memory.experts[path] = expert;
-    // The slots have had other things.
-    fence_for_copies();
-    __syncthreads();
-    const GateOneStream<Format, UNROLLED, false, Memory> routed(call, banks.routed, memory, segments ? TOP : 0, false);
-    routed.ask(routed.first());
-    routed.run();
+    if (call.has_scores && !is_good && blockIdx.x == 0 && threadIdx.x == 0)
+        count(call.signal, OUT_OF_RANGE);
+    const auto ask_for_the_rest = [&] {
+        if constexpr (Memory::FREE_SLOTS < Group::SLOTS) {
+            shared.meet_group();
+            routed.template ask<Group::WARPS>(routed.first(), Memory::FREE_SLOTS, Group::SLOTS);
+        }
+    };
+    if (has_unit_of_shared) {
+        if (is_other)
+            other.run(ask_for_the_rest);
+        else
+            shared.run(ask_for_the_rest);
+    }
+    routed.run([] {});
+    // Whoever waits for this launch counts on those in front of it.
+    wait_for_predecessor();
 #endif
 }
 
@@ -429,6 +485,7 @@ __device__ __forceinline__ void multiply_one(
 #pragma unroll 1
     for (int64 turn = 0; turn < turns; turn++)
         wait_for_predecessor();
+    release_successor();
     const Bytes16* act = reinterpret_cast<const Bytes16*>(call.act);
     const int row_length = static_cast<int>(call.width) / 4, term = line / HALF_COLUMNS;
     Bytes16 taken[EACH], of_part[PART_OCTS] = {};
@@ -492,22 +549,38 @@ __device__ __forceinline__ void run_down_one(const Down& call, const Banks& bank
     extern __shared__ __align__(128) char dynamic[];
     using Memory = DownOneMemory<slot_bytes<Format, HAS_OTHER>()>;
     Memory& memory = *reinterpret_cast<Memory*>(dynamic);
+    const bool has_shared = call.paths > TOP;
     if (threadIdx.x <= TOP)
         init_barrier(shared_address(memory.arrivals + threadIdx.x), 1);
     fence_for_copies();
-    if (!call.are_groups_ready)
-        wait_for_predecessor();
-    const bool has_shared = call.paths > TOP;
-    const Segment* segment = call.groups->each + (threadIdx.x >> 5) + has_shared;
-    const int expert = __ldcg(&segment->expert), path = __ldcg(segment->routes);
-    DownStart<THREADS, 1> start(call);
+    int expert, path = threadIdx.x >> 5;
+    bool is_good;
+    ChosenScores scores;
+    if (call.has_choice) {
+        const int id = wait_for_choice(call.groups, threadIdx.x % TOP);
+        // On their way before weights are.
+        if (path == 0)
+            scores = ChosenScores(call.groups, id, call.experts, has_shared);
+        expert = __shfl_sync(~0u, id, path);
+        is_good = expert >= 0;
+    } else {
+        if (!call.are_groups_ready)
+            wait_for_predecessor();
+        const Segment* segment = call.groups->each + path + has_shared;
+        expert = __ldcg(&segment->expert);
+        path = __ldcg(segment->routes);
+        is_good = __ldcg(&call.groups->segments);
+    }
     __syncthreads();
-    if (start.segments) {
+    if (is_good) {
         ask_for_one<Format>(call, banks, HAS_OTHER && is_shared_other, has_shared, expert, memory);
-        start.load(call);
-        start.store(call, own);
+        if (call.has_choice && path == 0)
+            scores.weigh(own.weights);
+        bring_residuals<THREADS>(call, own);
+        // The next launch may take back words that have been waited for, as soon as it is let go: all have what they want.
+        __syncthreads();
         multiply_one<Format>(call, HAS_OTHER && is_shared_other, has_shared, path, memory, own.sums_of_paths);
     }
-    put_together<THREADS>(call, own, start.tokens);
+    put_together<THREADS>(call, own, is_good);
 #endif
 }

@@ -4,6 +4,7 @@
 
 #pragma once
 
+#include "moe_choice.cuh"
 #include "moe_stream.cuh"
 #include "staging.cuh"
 
@@ -74,6 +75,36 @@ struct SlotMemory {
     Segment segments[Batch::TOKENS > HALF_COLUMNS ? MOST_SEGMENTS : Batch::TOKENS * TOP + 1];
     uint64 arrivals[Batch::WARPS][Batch::SLOTS];
 };
+
+// A batch's segments come to shared memory, the first ones with what says how many there are.
+template <int THREADS, int MOST>
+__device__ __forceinline__ DownStart take_segments(const Down& call, Segment (&segments)[MOST])
+{
+    const Bytes16* from = reinterpret_cast<const Bytes16*>(call.groups->each);
+    Bytes16* halves = reinterpret_cast<Bytes16*>(segments);
+    constexpr int FIRST = least(THREADS, 2 * MOST);
+    const Bytes16 half = __ldcg(from + min(static_cast<int>(threadIdx.x), FIRST - 1));
+    const DownStart start = down_start(call);
+    if (threadIdx.x < FIRST)
+        halves[threadIdx.x] = half;
+#pragma unroll 1
+    for (int i = threadIdx.x + THREADS; i < 2 * start.segments; i += THREADS)
+        halves[i] = __ldcg(from + i);
+    return start;
+}
+
+// The same of one token, lane r of each warp having the expert of rank r: as they stand, behind the shared one.
+__device__ __forceinline__ DownStart take_chosen(int id, bool has_shared, Segment* segments)
+{
+    const int path = static_cast<int>(threadIdx.x) - has_shared, expert = __shfl_sync(~0u, id, max(path, 0) % TOP);
+    if (id < 0)
+        return {};
+    if (path < TOP) {
+        begin_segment(segments + threadIdx.x, path < 0 ? 0 : expert, 1);
+        segments[threadIdx.x].routes[0] = static_cast<Bytes2>(path < 0 ? TOP : path);
+    }
+    return {TOP + has_shared, has_shared, 1};
+}
 
 // A warp's units, as many segments apart as there are warps.
 template <typename Format, typename Batch, int SLOT_BYTES>

@@ -23,6 +23,17 @@ struct Place {
         route = __ldcg(segment->routes + (threadIdx.x & 31) / 4);
     }
 
+    // Of a segment in shared memory.
+    static __device__ __forceinline__ Place here(const Segment& segment, bool is_shared, int tile)
+    {
+        Place place;
+        place.head = *reinterpret_cast<const Bytes8*>(&segment);
+        place.route = segment.routes[(threadIdx.x & 31) / 4];
+        place.is_shared = is_shared;
+        place.tile = tile;
+        return place;
+    }
+
     __device__ __forceinline__ int expert() const
     {
         return static_cast<int>(head.x);
@@ -212,10 +223,12 @@ struct GateUp {
     int64 shared_bytes;
     const char* ahead;
     int64 ahead_bytes;
-    // Whether x is there before the launch in front has ended.
-    bool are_tokens_ready;
-    // Of the batch, for kernels that have them all in shared memory.
+    // Of the batch, for kernels of few tokens. Their experts or, of one token, its scores of so many experts may be words that are waited for; else the
+    // batch is grouped in front. Tokens are there when a launch that waits for choices comes up, and when scores are.
     int64 tokens;
+    bool has_choices, has_scores;
+    int experts;
+    int64* signal;  // counts a token whose scores are not all numbers
 };
 
 // In shared memory: what the warps have of a unit's sums, and which unit is the next one, where a block has tickets.
@@ -227,8 +240,8 @@ struct alignas(16) GateUpTurn {
 
 // A unit is tiles of 8 gate and 8 up rows for a segment; GATE_WARPS warps have slices of the rows. With tickets, where sizes are the usual ones, a
 // block has its first two units, and behind them others as it comes for them, because multiprocessors get their bytes at different rates: each for a
-// ticket, which its first thread takes a unit before.
-template <typename Format, int SOME_TILES, bool SOME_TICKETS>
+// ticket, which its first thread takes a unit before. IS_HERE: segments are in shared memory.
+template <typename Format, int SOME_TILES, bool SOME_TICKETS, bool IS_HERE = false>
 struct GateUpWork {
     template <typename Own>
     using Activations = AsTheyAre<Own>;
@@ -238,10 +251,12 @@ struct GateUpWork {
     const GateUp& call;
     Banks banks;
     GateUpTurn<TILES>* turns;  // two
+    const Segment* segments;
     int shared_segments, all_steps, begin, own_steps, parity, ticket;
 
-    __device__ __forceinline__ GateUpWork(const GateUp& call, const Banks& banks, int shared_segments, GateUpTurn<TILES>* turns)
-        : call(call), banks(banks), turns(turns), shared_segments(shared_segments)
+    __device__ __forceinline__ GateUpWork(
+        const GateUp& call, const Banks& banks, int shared_segments, GateUpTurn<TILES>* turns, const Segment* segments = nullptr)
+        : call(call), banks(banks), turns(turns), segments(segments), shared_segments(shared_segments)
     {
         const int warp = threadIdx.x >> 5;
         all_steps = static_cast<int>(call.hidden) / Format::STEP;
@@ -252,8 +267,9 @@ struct GateUpWork {
 
     __device__ __forceinline__ Place place(int unit) const
     {
-        const int segment = call.tiles.quotient(unit);
-        return {call.groups->each + segment, segment < shared_segments, static_cast<int>(unit - segment * call.tiles.value)};
+        const int segment = call.tiles.quotient(unit), tile = unit - segment * static_cast<int>(call.tiles.value);
+        const bool is_shared = segment < shared_segments;
+        return IS_HERE ? Place::here(segments[segment], is_shared, tile) : Place(call.groups->each + segment, is_shared, tile);
     }
 
     // In steps from the beginning of the bank: of this lane's first row, and from there to its other ones.
@@ -280,7 +296,14 @@ struct GateUpWork {
         begin = static_cast<int>(threadIdx.x >> 5) * own_steps;
     }
 
-    __device__ __forceinline__ void wait() const {}
+    // With segments here the launch in front need not have ended before. The one behind counts on what that has written.
+    __device__ __forceinline__ void wait() const
+    {
+        if (IS_HERE) {
+            wait_for_predecessor();
+            release_successor();
+        }
+    }
 
     __device__ __forceinline__ int next_unit() const
     {
@@ -348,6 +371,9 @@ struct Down {
     int64 tokens;
     // Whether the launch in front of the one in front made the groups, with all that is to be put together, behind whoever wrote `dest`.
     int64 are_groups_ready;
+    // Of one token: whether its experts are words that are waited for, and its scores are there when those are, instead of all that; of so many experts.
+    bool has_choice;
+    int experts;
 };
 
 // The sums of a block of the down projections of so many tokens, and what they are put together with.
@@ -445,49 +471,44 @@ struct DownWork {
     }
 };
 
-// What a block of down projections is given: the groups, and what the sums are put together with, which comes to shared memory by way of registers.
-template <int THREADS, int TOKENS>
+// How a batch is grouped, for a block of down projections.
 struct DownStart {
-    static constexpr int EACH = (TOKENS * TILE + THREADS - 1) / THREADS;
     int segments, shared_segments;
     uint64 tokens;
+};
+
+__device__ __forceinline__ DownStart down_start(const Down& call)
+{
+    const Bytes16 header = __ldcg(reinterpret_cast<const Bytes16*>(call.groups));
+    return {static_cast<int>(header.x), static_cast<int>(header.y), header.z | static_cast<uint64>(header.w) << 32};
+}
+
+// What the sums are put together with: residuals, and what paths are multiplied by, unless that is there.
+template <int THREADS, int TOKENS>
+__device__ __forceinline__ void bring_residuals(const Down& call, DownMemory<TOKENS>& memory)
+{
+    constexpr int EACH = (TOKENS * TILE + THREADS - 1) / THREADS;
+    const int paths = static_cast<int>(call.paths), weights = TOKENS == 1 && call.has_choice ? 0 : static_cast<int>(call.tokens) * paths;
+    const int rows = static_cast<int>(call.tokens) * TILE;
     float weight[EACH];
     Bytes2 residual[EACH];
-
-    __device__ __forceinline__ explicit DownStart(const Down& call)
-    {
-        const Bytes16 header = __ldcg(reinterpret_cast<const Bytes16*>(call.groups));
-        segments = header.x;
-        shared_segments = header.y;
-        tokens = header.z | static_cast<uint64>(header.w) << 32;
-    }
-
-    __device__ __forceinline__ void load(const Down& call)
-    {
-        const int paths = static_cast<int>(call.paths), weights = static_cast<int>(call.tokens) * paths, rows = static_cast<int>(call.tokens) * TILE;
 #pragma unroll
-        for (int e = 0; e < EACH; e++) {
-            const int i = threadIdx.x + e * THREADS, token = i / paths, path = i - token * paths;
-            if (i < weights)
-                weight[e] = __ldcg(path < TOP ? call.alpha + token * TOP + path : call.shared_scale + token);
-            if (i < rows)
-                residual[e] = __ldcg(call.dest + i / TILE * call.dest_row + blockIdx.x * TILE + i % TILE);
-        }
+    for (int e = 0; e < EACH; e++) {
+        const int i = threadIdx.x + e * THREADS, token = i / paths, path = i - token * paths;
+        if (i < weights)
+            weight[e] = __ldcg(path < TOP ? call.alpha + token * TOP + path : call.shared_scale + token);
+        if (i < rows)
+            residual[e] = __ldcg(call.dest + i / TILE * call.dest_row + blockIdx.x * TILE + i % TILE);
     }
-
-    __device__ __forceinline__ void store(const Down& call, DownMemory<TOKENS>& memory) const
-    {
-        const int weights = static_cast<int>(call.tokens * call.paths), rows = static_cast<int>(call.tokens) * TILE;
 #pragma unroll
-        for (int e = 0; e < EACH; e++) {
-            const int i = threadIdx.x + e * THREADS;
-            if (i < weights)
-                memory.weights[i] = weight[e];
-            if (i < rows)
-                memory.residuals[i] = bf16_to_float(residual[e]);
-        }
+    for (int e = 0; e < EACH; e++) {
+        const int i = threadIdx.x + e * THREADS;
+        if (i < weights)
+            memory.weights[i] = weight[e];
+        if (i < rows)
+            memory.residuals[i] = bf16_to_float(residual[e]);
     }
-};
+}
 
 // The end of a block: what its warps have left in shared memory, put together for each token and row.
 template <int THREADS, int TOKENS>
