@@ -680,10 +680,9 @@ extern "C" __global__ void CLUSTER(ROUTE_BLOCKS) __launch_bounds__(ROUTE_WARPS *
 #endif
 }
 
-// Scores of one token, for rows of the usual length: words that blocks of the next two launches wait for, which choose by themselves. A block has two
-// rows, on their way to its registers before the wait for the launch in front; it is small enough to come up beside down projections of a token. A warp
-// more than multiply says that no score is there, lets the next launch go when that is to be seen, and puts sums together, in the order of
-// `gpukit_scores`.
+// Scores of one token, for rows of the usual length: words that blocks of the next launch wait for, which choose by themselves. A block has two rows, on
+// their way to its registers before the wait for the launch in front; it is small enough to come up beside down projections of a token. A warp more than
+// multiply says that no score is there, lets the next launch go when that is to be seen, and puts sums together, in the order of `gpukit_scores`.
 constexpr int SCORED_ROWS = 2;
 constexpr int ONE_SCORE_REGISTERS = 48;
 // Pairs of slices of a warp.
@@ -762,8 +761,7 @@ extern "C" __global__ void __maxnreg__(ONE_SCORE_REGISTERS) gpukit_scores_one(
 }
 
 // HAS_OTHER: whether the shared expert may be in eight bits where the others are not. Such formats have no tickets: their units are too short.
-// IS_FEW: few tokens, grouped in the block's shared memory.
-template <typename Format, int TILES, int STAGES, bool HAS_OTHER, bool IS_FEW = false>
+template <typename Format, int TILES, int STAGES, bool HAS_OTHER>
 __device__ __forceinline__ void run_gate_up(const GateUp& call, const Banks& banks, bool is_shared_other)
 {
     static_assert(TILES <= GATE_WARPS / 2, "a thread has a row of a tile and a column");
@@ -775,19 +773,6 @@ __device__ __forceinline__ void run_gate_up(const GateUp& call, const Banks& ban
     if (threadIdx.x == 0)
         turns[0].next_unit = unit + apart;
     __syncthreads();
-    static_assert(!(IS_FEW && HAS_OTHER), "few tokens of such formats go through shared memory");
-    if constexpr (IS_FEW) {
-#if __CUDA_ARCH__ == 900
-        __shared__ FewGroups groups;
-        take_choices(call, groups);
-        GateUpWork<Format, TILES, true, true> work(call, banks, groups.shared_segments, turns, groups.each);
-        work.take_usual();
-        const int units = groups.segments * tiles;
-        if (unit < units)
-            stream<Format, STAGES, KNOWN_LENGTH / Format::STEP>(work, work.place(unit), unit, apart, units);
-#endif
-        return;
-    }
     // Released only after the wait: the next launch counts on the groups' being there.
     wait_for_predecessor();
     release_successor();
@@ -810,6 +795,30 @@ __device__ __forceinline__ void run_gate_up(const GateUp& call, const Banks& ban
         }
     GateUpWork<Format, TILES, !HAS_OTHER> work(call, banks, shared_segments, turns);
     stream<Format, STAGES>(work, place, unit, apart, units);
+}
+
+// The same of few tokens, grouped in the block's shared memory, for the usual sizes and formats that have no other beside them.
+template <typename Format, int TILES, int STAGES>
+__device__ __forceinline__ void run_gate_up_few(const GateUp& call, const Banks& banks, bool)
+{
+#if __CUDA_ARCH__ == 900
+    __shared__ GateUpTurn<TILES> turns[2];
+    __shared__ FewGroups groups;
+    const int unit = blockIdx.x, apart = gridDim.x;
+    prefetch_all(banks.shared.base, call.shared_bytes);
+    prefetch_all(call.ahead, call.ahead_bytes);
+    if (threadIdx.x == 0)
+        turns[0].next_unit = unit + apart;
+    __syncthreads();
+    take_choices(call, groups);
+    GateUpWork<Format, TILES, true, true> work(call, banks, groups.shared_segments, turns, groups.each);
+    work.take_usual();
+    const int units = groups.segments * static_cast<int>(call.tiles.value);
+    if (unit < units)
+        stream<Format, STAGES, KNOWN_LENGTH / Format::STEP>(work, work.place(unit), unit, apart, units);
+    // Tokens without any expert have no units, but the next launch counts on what those in front of this one have written.
+    wait_for_predecessor();
+#endif
 }
 
 // Activations that are float32 as terms, which `gate_up` hands on by itself where it is not alone.
@@ -962,7 +971,7 @@ __device__ __forceinline__ void run_down_slots(const Down& call, const Banks& ba
 #define GATE_UP_FEW_STREAM_KERNEL(name, format, tiles_of_unit, stages)                                                                           \
     extern "C" __global__ void __launch_bounds__(GATE_WARPS * 32, GATE_BLOCKS) gpukit_gate_up_few_##name(GATE_UP_PARAMETERS)                   \
     {                                                                                                                                          \
-        run_gate_up<format, tiles_of_unit, stages, false, true>(GATE_UP_ARGUMENTS);                                                            \
+        run_gate_up_few<format, tiles_of_unit, stages>(GATE_UP_ARGUMENTS);                                                                     \
     }
 
 #define GATE_UP_FEW_KERNEL(name, format, has_other)                                                                                            \

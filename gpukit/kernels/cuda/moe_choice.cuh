@@ -40,7 +40,7 @@ __device__ __forceinline__ void begin_segment(Segment* segment, int expert, int 
     *reinterpret_cast<Bytes16*>(segment->routes) = Bytes16{};
 }
 
-// Words that are waited for while they are made. A score says itself whether it is there, because arithmetic gives another NaN; a choice is an expert, or
+// Words that are waited for while they are made, and say themselves whether they are there. All NaN scores are SOME_NAN; a choice is an expert, or
 // NO_EXPERT of a token that has none.
 constexpr unsigned NO_SCORE = ~0u;
 constexpr unsigned SOME_NAN = 0x7fffffff;

@@ -268,5 +268,7 @@ __device__ __forceinline__ void run_gate_up_slots(const GateUp& call, const Bank
     GateUpWork<Format, 1, false, true> work(call, banks, shared_segments, turns, memory.groups.each);
     work.take_usual();
     GateSlotStream<Format, Memory>(work, memory, memory.arrivals[0]).run(unit, apart, units);
+    // Tokens without any expert have no units, but the next launch counts on what those in front of this one have written.
+    wait_for_predecessor();
 #endif
 }

@@ -1,6 +1,7 @@
 // One token: blocks of the gate and up projections and of the down projections beside each other on a multiprocessor, whose registers and shared memory
 // they share, so that weights of the second are on their way while the first are multiplied, and operands of the tensor cores when activations come. A
-// block of the gate and up projections asks for more than half of the shared memory, to be alone there with one of the down projections.
+// block of the gate and up projections asks for more than half of the shared memory, to be alone there with one of the down projections. In bfloat16 the
+// two do not fit, and down projections come up behind.
 
 #pragma once
 
@@ -23,7 +24,7 @@ struct GateGroup {
     // asked for sooner, and eight of their rows meet in banks only twice as often.
     static constexpr bool IS_PADDED = !IS_OF_BYTES;
     static constexpr int SLOTS = (Format::HAS_SCALE ? 4 : 2) / GROUPS, SLOTS_BYTES = SLOTS * GateSlot<Format, IS_PADDED>::BYTES;
-    // The shared expert's units, which are the first group's, have a slot of their own, if there is room for one beside down projections.
+    // The shared expert's units, which are the first group's, have a slot of their own, if there is room for one, beside down projections if these fit.
     static constexpr bool HAS_SHARED_SLOT = !IS_OF_BYTES && Format::HIGH_BYTES < 16;
 };
 

@@ -369,9 +369,11 @@ struct Down {
     Bytes2* dest;
     int64 dest_row;
     int64 tokens;
-    // Whether the launch in front of the one in front made the groups, with all that is to be put together, behind whoever wrote `dest`.
+    // Whether the launch in front of the one in front made the groups, with all that is to be put together, behind whoever wrote `dest`; so that only
+    // activations are waited for.
     int64 are_groups_ready;
-    // Of one token: whether its experts are words that are waited for, and its scores are there when those are, instead of all that; of so many experts.
+    // Of one token, where that is so: whether its experts are words that are waited for, and its scores are there when those are, instead of groups and
+    // what paths are multiplied by; of so many experts.
     bool has_choice;
     int experts;
 };
