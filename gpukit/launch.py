@@ -95,7 +95,8 @@ class Kernel:
     doubles : tuple of int
         Positions of the parameters that are doubles; all others are integers.
     early : bool
-        Whether its device code begins with ``wait_for_predecessor``, so that it may be launched before the kernel in front has ended.
+        Whether its device code waits for the kernel in front (``wait_for_predecessor``, or words that this writes) before it touches what may be
+        others', so that it may be launched before that has ended.
     shared_bytes : int
         Shared memory of a block that is sized at the launch (``extern __shared__``), asked for when it is loaded.
     carveout : int, optional
@@ -353,10 +354,10 @@ def _give_context(device: int) -> None:
 def overlapping(on: bool = True) -> Iterator[None]:
     """Let kernels that this thread launches in the block begin before the kernel in front of them on their stream has ended.
 
-    They come up, read their parameters and wait, on the device, until all that was written in front of them is there (programmatic dependent
-    launch), so results are the same. Worth most between the small kernels of a captured decode step, where it hides what a launch costs the
-    device; a launch costs the host more this way, so it pays inside captures. Kernels without the wait are launched the plain way, and all are on
-    devices before compute capability 9.0.
+    They come up, read their parameters and what an op says is there before, and wait, on the device, until all that was written in front of them
+    is there (programmatic dependent launch), so results are the same. Worth most between the small kernels of a captured decode step, where it
+    hides what a launch costs the device; a launch costs the host more this way, so it pays inside captures. Kernels without the wait are launched
+    the plain way, and all are on devices before compute capability 9.0.
 
     Examples
     --------

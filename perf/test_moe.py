@@ -164,7 +164,7 @@ def test_block(measure: Callable[..., None], mix: str, tokens: int) -> None:
 
     def block(weights: moe.MoeWeights) -> None:
         with overlapping():
-            moe.sparse_moe(case.x, weights, case.dest, workspace=case.workspace)
+            moe.sparse_moe(case.x, weights, case.dest, workspace=case.workspace, exclusive=True)
 
     measure(block, case)
 

@@ -12,7 +12,7 @@ from gpukit.launch import Kernel
 # 242 µs, not 199. A quarter of it holds the shared memory of all blocks.
 CARVEOUT = 28
 # For what shares a multiprocessor with other kernels, as much shared memory as there is.
-ALL = 100
+MOST_SHARED = 100
 # Kernels tuned for sizes are for the devices that they have been measured on, elements of rows being these.
 _HOPPER = (9, 0)
 USUAL_HIDDEN, USUAL_WIDTH = 2048, 512
@@ -109,7 +109,7 @@ def _kernel(name: str, *, shared_bytes: int = 0, carveout: int | None = None, is
 
 
 class GateUp(NamedTuple):
-    """A kernel of gate and up projections: tiles of a unit, blocks of a multiprocessor, warps of a block, and whether it can wait for a choice."""
+    """A kernel of gate and up projections: tiles of a unit, blocks of a multiprocessor, warps of a block, and whether it can wait for words."""
 
     kernel: Kernel
     tiles: int
@@ -119,7 +119,7 @@ class GateUp(NamedTuple):
 
 
 class Down(NamedTuple):
-    """A kernel of down projections, warps of a block, and whether it can wait for a choice."""
+    """A kernel of down projections, warps of a block, and whether it can wait for words."""
 
     kernel: Kernel
     warps: int
@@ -134,7 +134,7 @@ _DOWN = {kind: Down(_kernel(f"down_{kind}", is_tuned=False), DOWN_WARPS) for kin
 # Few tokens, which in bfloat16 are as quick through registers.
 _FEW_FORMATS = tuple(kind for kind in FORMATS if kind != "bf16")
 _GATE_UP_FEW = {
-    kind: GateUp(_kernel(f"gate_up_few_{kind}", shared_bytes=gate_few_bytes(kind), carveout=ALL), 1, FEW_GATE_BLOCKS[kind], GATE_WARPS, True)
+    kind: GateUp(_kernel(f"gate_up_few_{kind}", shared_bytes=gate_few_bytes(kind), carveout=MOST_SHARED), 1, FEW_GATE_BLOCKS[kind], GATE_WARPS, True)
     for kind in _FEW_FORMATS
 }
 _GATE_UP_FEW["bf16"] = GateUp(_kernel("gate_up_few_bf16", carveout=CARVEOUT), 1, FEW_GATE_BLOCKS["bf16"], GATE_WARPS, True)
@@ -144,11 +144,12 @@ _DOWN_FEW = {
 }
 # One token. In bfloat16 the shared expert has a warp of its own.
 _GATE_UP_ONE = {
-    kind: GateUp(_kernel(f"gate_up_one_{kind}", shared_bytes=gate_one_bytes(kind), carveout=ALL), 1, 1, GATE_ONE_WARPS, True) for kind in FORMATS
+    kind: GateUp(_kernel(f"gate_up_one_{kind}", shared_bytes=gate_one_bytes(kind), carveout=MOST_SHARED), 1, 1, GATE_ONE_WARPS, True)
+    for kind in FORMATS
 }
-_DOWN_ONE = {kind: Down(_kernel(f"down_one_{kind}", shared_bytes=down_one_bytes(kind), carveout=ALL), TOP, True) for kind in _FEW_FORMATS}
+_DOWN_ONE = {kind: Down(_kernel(f"down_one_{kind}", shared_bytes=down_one_bytes(kind), carveout=MOST_SHARED), TOP, True) for kind in _FEW_FORMATS}
 _ONE_BF16_BYTES = down_slots_bytes("bf16", TOP + 1, 1, ONE_SEGMENTS)
-_DOWN_ONE["bf16"] = Down(_kernel("down_one_bf16", shared_bytes=_ONE_BF16_BYTES, carveout=ALL), TOP + 1, True)
+_DOWN_ONE["bf16"] = Down(_kernel("down_one_bf16", shared_bytes=_ONE_BF16_BYTES, carveout=MOST_SHARED), TOP + 1, True)
 # Many tokens.
 _DOWN_SLOTS = {
     kind: Down(_kernel(f"down_slots_{kind}", shared_bytes=down_slots_bytes(kind, SLOT_WARPS, SLOTS, MOST_SEGMENTS)), SLOT_WARPS) for kind in _BYTES

@@ -13,7 +13,7 @@ from gpukit import arrays, devices
 from gpukit.arrays import ITEMSIZE
 from gpukit.errors import ArgumentError, Signal
 from gpukit.kernels._moe import TOP, Fp8, Geometry, MoeWeights, geometry_of, router_experts
-from gpukit.kernels._moe_decode import ALL, CARVEOUT, FEW_TOKENS, FORMATS, MOST_SEGMENTS, down_for, gate_up_for
+from gpukit.kernels._moe_decode import CARVEOUT, FEW_TOKENS, FORMATS, MOST_SEGMENTS, MOST_SHARED, down_for, gate_up_for
 from gpukit.kernels._plans import allocate, blocks_for, inverse, signal_pointer, whole
 from gpukit.kernels._row_split import RowSplit
 from gpukit.kernels._tensors import BF16, NUMBERS, Tensor, like_shape, refuse_overlap, require_aligned, tensor
@@ -24,7 +24,7 @@ from gpukit.streams import choose
 __all__ = ["Fp8", "MoeWeights", "RowSplit", "down_add", "gate_up", "prefill_reduce", "route", "route_workspace", "sparse_moe", "workspace_bytes"]
 
 _SCORES = Kernel("moe", "scores", language="cuda", early=True, carveout=CARVEOUT)
-_SCORES_ONE = Kernel("moe", "scores_one", language="cuda", early=True, carveout=ALL, capability=(9, 0))
+_SCORES_ONE = Kernel("moe", "scores_one", language="cuda", early=True, carveout=MOST_SHARED, capability=(9, 0))
 _SELECT = Kernel("moe", "select", language="cuda", early=True, carveout=CARVEOUT)
 _HAND_ON = Kernel("moe", "hand_on", language="cuda", early=True)
 _SCAN = Kernel("moe_prefill", "scan", language="cuda", early=True)
@@ -87,7 +87,7 @@ _RUNS_BYTES, _RUN_BYTES = 16, 16
 _LONG_RUNS_FROM = 64
 
 # What gate and up projections wait for: whether for choices or for scores, of how many experts, and a signal's counters.
-_NOTHING = (0, 0, 0, 0)
+_AWAITS_NOTHING = (0, 0, 0, 0)
 
 _SCHEDULES = ("auto", "decode", "prefill")
 _MOST_TOKENS = 2**20
@@ -362,6 +362,7 @@ def sparse_moe(
     dest: Any,
     *,
     workspace: Any = None,
+    exclusive: bool = False,
     schedule: str = "auto",
     stream: Any = None,
     signal: Signal | None = None,
@@ -378,8 +379,11 @@ def sparse_moe(
         Holds the residual, and receives ``dest + Σ_r alpha_r · y_r + sigmoid(score) · y_shared``, apart from `x`; the stride between rows is free,
         for "prefill" a multiple of 8 elements, at an address that is a multiple of 16.
     workspace : uint8 array, shape (at least ``workspace_bytes(T, weights, schedule)``,), optional
-        Scratch, contiguous, at a multiple of 16; a new one by default. Nothing in it outlives the call. Calls behind each other may share it, but
-        where launches overlap nobody else: up to four tokens write to it before launches in front have ended, which of a new one they do not.
+        Scratch, contiguous, at a multiple of 16; a new one by default. Nothing in it outlives the call.
+    exclusive : bool
+        Whether `workspace` is memory that nobody but calls of this op, behind each other, has used or will use while launches overlap
+        (`gpukit.launch.overlapping`): made once for a model, not a temporary array, whose memory may be that of another before. Up to four tokens
+        then write to it before launches in front have ended. Without overlapping it makes no difference.
     schedule : {"auto", "decode", "prefill"}
         How a GPU does it, for any number of tokens. "auto" is "decode" up to 64 tokens and "prefill" above, whatever the format.
     stream : stream, optional
@@ -400,10 +404,10 @@ def sparse_moe(
     Notes
     -----
     No host synchronisation, safe inside a capture when `workspace` is given. "decode" takes four launches for every 64 tokens: scores; selection
-    and grouping; `gate_up`; `down_add`; the first two are one where they are in `route`. All of them may overlap (`gpukit.launch.overlapping`):
-    weights are on their way before launches in front have ended, none of which may write them. Blocks of up to four tokens' `gate_up` then come up
-    before it is known what is chosen and wait for it, so that no launch has to end in between (rows of 2,048 elements, capability 9.0). A token's
-    result has the same bits whatever is beside it, within a schedule.
+    and grouping; `gate_up`; `down_add`; the first two are one where they are in `route`, and of one token in the tuned sizes. All of them may
+    overlap (`gpukit.launch.overlapping`): weights are on their way before launches in front have ended, none of which may write them. Blocks of up
+    to four tokens' `gate_up` then come up before it is known what is chosen and wait for it, so that no launch has to end in between (H of 2,048, of
+    one token I of 512 too, capability 9.0). A token's result has the same bits whatever is beside it, within a schedule.
 
     "prefill" groups all tokens by expert (select and count, scan, gather), runs two grouped products on tensor cores, and adds each token's rows:
     seven launches, see `prefill_reduce`. As in "decode", activations go to the tensor cores as two bfloat16 numbers that keep 16 bits of them: one
@@ -433,6 +437,8 @@ def sparse_moe(
         require_aligned("dest", residual[0])
         if tokens > 1 and residual[2][0] % 8:
             raise ArgumentError(f"dest: expected rows at a stride that is a multiple of 8 elements for prefill, got {residual[2][0]}")
+    if exclusive and workspace is None:
+        raise ArgumentError("exclusive: expected False without a workspace, got True")
     offsets = _layout(tokens, geometry, schedule)
     workspace_at = _workspace_address(workspace, offsets[-1], device)
     if device < 0:
@@ -441,12 +447,10 @@ def sparse_moe(
     counters = signal_pointer(signal, device) if signal is not None else 0
     if tokens == 0:
         return nothing(dest)
-    # A new workspace is memory that launches in front may still use.
-    is_early = workspace is not None
     if workspace is None:
         workspace, workspace_at = allocate("workspace", offsets[-1], "uint8", x, handle)
-    plan = _decode if schedule == "decode" else _prefill
-    launches = plan(tokens_of_x, residual, geometry, _addresses(workspace_at, offsets), counters, device, handle, is_early)
+    call = (tokens_of_x, residual, geometry, _addresses(workspace_at, offsets), counters, device, handle)
+    launches = _decode(*call, bool(exclusive)) if schedule == "decode" else _prefill(*call)
     return launch_all(launches, device, handle, dest, workspace)
 
 
@@ -674,20 +678,8 @@ def _routing(
     """
     x_at, steps = x[0] + 2 * first * _row(x), x[1][1] // 32
     if tokens <= _FEW and steps <= _FEW_STEPS and not owners_at and _ROUTE_FEW.has_room(device, stream):
-        routed = (
-            x_at,
-            _row(x) // 8,
-            router_at,
-            steps,
-            experts,
-            int(has_shared),
-            tokens,
-            *outputs,
-            groups_at,
-            counters,
-            int(has_choices),
-            int(is_early),
-        )
+        of_x, words = (x_at, _row(x) // 8, router_at, steps), (int(has_choices), int(is_early))
+        routed = (*of_x, experts, int(has_shared), tokens, *outputs, groups_at, counters, *words)
         return [(_ROUTE_FEW, _ROUTE_BLOCKS, 32 * _ROUTE_WARPS, routed)]
     rows = experts + has_shared
     tiles, padded = blocks_for(rows, _TILE), _padded(rows)
@@ -733,7 +725,7 @@ def _gate_up(
     handing: tuple[int, int],
     device: int,
     *,
-    awaited: tuple[int, int, int, int] = _NOTHING,
+    awaited: tuple[int, int, int, int] = _AWAITS_NOTHING,
 ) -> Launch:
     found = gate_up_for(geometry.gate_up_format, tokens, geometry.hidden, device)
     tiles = geometry.width // (8 * found.tiles)
@@ -786,7 +778,7 @@ def _decode(x: Tensor, dest: Tensor, geometry: Geometry, parts: list[int], count
     for first in range(0, tokens, _BATCH):
         some = min(_BATCH, tokens - first)
         can_wait = gate_up_for(geometry.gate_up_format, some, geometry.hidden, device).can_wait
-        awaited, is_one = _NOTHING, some == 1 and can_wait and down_for(geometry.down_format, some, geometry.width, device).can_wait
+        awaited, is_one = _AWAITS_NOTHING, some == 1 and can_wait and down_for(geometry.down_format, some, geometry.width, device).can_wait
         if is_one:
             launches.append(_scores_of_one(x, first, geometry, scratch.groups, is_early))
             awaited = (0, 1, experts, counters)
@@ -825,7 +817,7 @@ def _most_runs(tokens: int, geometry: Geometry) -> int:
     return min(TOP * tokens, geometry.experts + TOP * tokens // length) + geometry.has_shared * blocks_for(tokens, length)
 
 
-def _prefill(x: Tensor, dest: Tensor, geometry: Geometry, parts: list[int], counters: int, device: int, stream: int, is_early: bool) -> list[Launch]:
+def _prefill(x: Tensor, dest: Tensor, geometry: Geometry, parts: list[int], counters: int, device: int, stream: int) -> list[Launch]:
     """Scores, selection and count, scan, gather, two grouped products, and the sum of each token's rows."""
     tokens, paths, experts = x[1][0], geometry.paths, geometry.experts
     _, parts_at, ids_at, alpha_at, owners_at, before_at, firsts_at, runs_at, packed_at, token_of_at, act_at, grouped_at = parts

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gpukit import devices
 from gpukit.compile.cuda_c import compile_text, source_path
 from gpukit.errors import ArgumentError, ArgumentTypeError, Signal
 from gpukit.kernels import _moe, _moe_decode
@@ -71,6 +72,7 @@ BAD_CALLS = [
     (lambda: sparse_moe(X.astype(np.float32), SMALL, DEST), TYPE, "x: expected dtype bfloat16 or uint16, got float32"),
     (lambda: sparse_moe(X, SMALL, DEST[:1]), VALUE, r"dest: expected shape \(2, 256\) like x"),
     (lambda: sparse_moe(MEMORY[:2], SMALL, MEMORY[1:3]), VALUE, "dest: expected memory apart from x"),
+    (lambda: sparse_moe(X, SMALL, DEST, exclusive=True), VALUE, "exclusive: expected False without a workspace, got True"),
     (lambda: sparse_moe(X, SMALL, DEST, schedule="fast"), VALUE, "schedule: expected one of auto, decode, prefill, got 'fast'"),
     (lambda: sparse_moe(X, SMALL, DEST, workspace=SHORT), VALUE, f"workspace: expected at least {len(SHORT) + 1} bytes, got {len(SHORT)}"),
     (lambda: sparse_moe(X, SMALL, DEST, workspace=SHORT.view(np.int8)), TYPE, "workspace: expected dtype uint8, got int8"),
@@ -564,7 +566,7 @@ def test_the_parts_of_a_large_model_are_its_whole_eager_and_overlapping(card: An
             with capture(stream) as graph, overlapping(overlaps):
                 for weights in layers:
                     for x, dest in ((one, two), (two, one)):
-                        sparse_moe(x, weights, dest, workspace=workspace, schedule="decode", stream=stream)
+                        sparse_moe(x, weights, dest, workspace=workspace, exclusive=overlaps, schedule="decode", stream=stream)
             graph.launch()
             graph.launch()
             stream.synchronize()
@@ -601,6 +603,47 @@ def test_few_tokens_are_chosen_for_alike_whatever_their_scores(card: Any) -> Non
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mix", [MIXES[1], MIXES[2], MIXES[8]], ids=names)
+def test_a_batch_without_any_choice_overlaps_others(card: Any, mix: tuple[str, str, str | None]) -> None:
+    """No token has an expert, and so no block a unit: what comes behind may not look at the groups of the call before."""
+    import cupy
+
+    from gpukit.graphs import capture
+
+    weights = random_weights(cupy, 17, 24, *LARGE[1:], mix)
+    rng = np.random.default_rng(17)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    for tokens in (1, 2, 4):
+        x, dest = random_bits(rng, tokens, LARGE[1]), random_bits(rng, tokens, LARGE[1])
+        none, good, left, sums = (card.array(array) for array in (np.full_like(x, 0x7FC0), x, dest, dest))
+        workspace, signal = card.array(np.full(workspace_bytes(tokens, weights, "decode"), 0xFF, np.uint8)), Signal(like=left)
+        cupy.cuda.Device().synchronize()
+        with capture(stream) as graph, overlapping():
+            for own_x, own_dest in ((good, sums), (none, left), (none, left), (good, sums), (none, left)):
+                sparse_moe(own_x, weights, own_dest, workspace=workspace, exclusive=True, schedule="decode", stream=stream, signal=signal)
+        for _ in range(20):
+            graph.launch()
+        stream.synchronize()
+        assert np.array_equal(card.host(left), dest) and (card.host(sums) != dest).any(), tokens
+        assert signal.counts() == {"out_of_range": 3 * 20 * tokens}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mix", [MIXES[0], MIXES[1], MIXES[5]], ids=names)
+def test_one_token_has_the_same_bits_on_few_multiprocessors(card: Any, monkeypatch: pytest.MonkeyPatch, mix: tuple[str, str, str | None]) -> None:
+    """Blocks that say in several places what is chosen, and have many units, of the shared expert too."""
+    import cupy
+
+    weights = random_weights(cupy, 18, 24, *LARGE[1:], mix)
+    rng = np.random.default_rng(18)
+    x, dest = random_bits(rng, 1, LARGE[1]), random_bits(rng, 1, LARGE[1])
+    wanted = run(card, weights, x, dest, "decode")
+    few = dataclasses.replace(devices.properties(0), multiprocessors=5)
+    monkeypatch.setattr("gpukit.devices.properties", lambda device: few)
+    assert np.array_equal(run(card, weights, x, dest, "decode"), wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mix", [MIXES[1], MIXES[2], MIXES[8]], ids=names)
 def test_calls_of_any_tokens_overlap_in_one_workspace(card: Any, mix: tuple[str, str, str | None]) -> None:
     """Words that are waited for are the call's own, whatever had the workspace before, and whether it is given or new."""
     import cupy
@@ -629,9 +672,10 @@ def test_calls_of_any_tokens_overlap_in_one_workspace(card: Any, mix: tuple[str,
         cupy.cuda.Device().synchronize()
 
         def chain(workspace: Any) -> None:
+            exclusive = way in ("captured", "exclusive")
             for weights in layers:
                 for (x, dest), (_, schedule) in zip(pairs, calls, strict=True):
-                    sparse_moe(x, weights, dest, workspace=workspace, schedule=schedule, stream=stream)
+                    sparse_moe(x, weights, dest, workspace=workspace, exclusive=exclusive, schedule=schedule, stream=stream)
 
         with overlapping(way != "plain"):
             if way == "captured":
@@ -644,7 +688,7 @@ def test_calls_of_any_tokens_overlap_in_one_workspace(card: Any, mix: tuple[str,
 
     wanted = ends("plain")
     assert all(np.isfinite(numbers(end)).all() and (end != start).any() for end, (_, start) in zip(wanted, starts, strict=True))
-    for way in ("captured", "given", "new"):
+    for way in ("captured", "exclusive", "given", "new"):
         assert all(np.array_equal(found, end) for found, end in zip(ends(way), wanted, strict=True)), way
 
 
