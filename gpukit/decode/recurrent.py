@@ -234,8 +234,9 @@ class Decoder:
         self._call(linear.linear, self._gated.reshape(len(self._gated), -1), weights.output, out=self._hidden, residual=self._hidden)
         if weights.experts is not None:
             self._call(norm.rms_norm, self._hidden, weights.expert_norm, out=self._normed)
-            own = {"workspace": self._expert_workspace, "exclusive": True, "schedule": "decode"}
-            self._call(moe.sparse_moe, self._normed, weights.experts, self._hidden, **own)
+            self._call(
+                moe.sparse_moe, self._normed, weights.experts, self._hidden, workspace=self._expert_workspace, exclusive=True, schedule="decode"
+            )
 
     def _convolve(self, layer: int, side: int, taps: Any) -> None:
         history = self.pool.conv[layer]

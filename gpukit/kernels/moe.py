@@ -655,6 +655,11 @@ def _row(x: Tensor) -> int:
     return x[2][0] if x[1][0] > 1 else x[1][1]
 
 
+def _token_at(x: Tensor, first: int) -> int:
+    """Address of a token."""
+    return x[0] + 2 * first * _row(x)
+
+
 def _routing(
     x: Tensor,
     first: int,
@@ -676,7 +681,7 @@ def _routing(
 
     That one launch may say what is chosen as soon as it knows, for a launch that waits for it and may come up early.
     """
-    x_at, steps = x[0] + 2 * first * _row(x), x[1][1] // 32
+    x_at, steps = _token_at(x, first), x[1][1] // 32
     if tokens <= _FEW and steps <= _FEW_STEPS and not owners_at and _ROUTE_FEW.has_room(device, stream):
         of_x, words = (x_at, _row(x) // 8, router_at, steps), (int(has_choices), int(is_early))
         routed = (*of_x, experts, int(has_shared), tokens, *outputs, groups_at, counters, *words)
@@ -731,7 +736,7 @@ def _gate_up(
     tiles = geometry.width // (8 * found.tiles)
     blocks = min(_most_segments(tokens, geometry) * tiles, found.blocks * devices.properties(device).multiprocessors)
     arguments = (
-        *geometry.gate_up, *geometry.shared_gate_up, int(geometry.is_gate_up_other), x[0] + 2 * first * _row(x), _row(x) // 8,
+        *geometry.gate_up, *geometry.shared_gate_up, int(geometry.is_gate_up_other), _token_at(x, first), _row(x) // 8,
         geometry.hidden, geometry.width, groups_at, act_at, geometry.paths, *handing, tiles, inverse(tiles), *_fetched(tokens, geometry),
         tokens, *awaited,
     )  # fmt: skip
@@ -801,7 +806,7 @@ def _decode(x: Tensor, dest: Tensor, geometry: Geometry, parts: list[int], count
 def _scores_of_one(x: Tensor, first: int, geometry: Geometry, groups_at: int, is_early: bool) -> Launch:
     """Scores of one token, which the two launches behind choose from."""
     rows = geometry.experts + geometry.has_shared
-    arguments = (x[0] + 2 * first * _row(x), geometry.router, rows, int(is_early), groups_at)
+    arguments = (_token_at(x, first), geometry.router, rows, int(is_early), groups_at)
     return _SCORES_ONE, _padded(rows) // _SCORED_ROWS, 32 * (_SCORE_WARPS + 1), arguments
 
 

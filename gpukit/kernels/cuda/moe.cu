@@ -197,7 +197,7 @@ __device__ __forceinline__ int segments_of(int tokens)
 // The route of a token that so many others of the expert, whose segments begin with the first, are in front of.
 __device__ __forceinline__ void add_route(Groups* groups, int first, int place, int token, int rank)
 {
-    groups->each[first + place / COLUMNS].routes[place % COLUMNS] = static_cast<Bytes2>(16 * token + rank);
+    put_route(groups->each[first + place / COLUMNS], place % COLUMNS, token, rank);
 }
 
 // What is in front of the segments of all: `segments` of them, with the tokens that have experts.
@@ -477,10 +477,8 @@ __device__ __forceinline__ void wait_for_grouping_warps()
 __device__ __forceinline__ void group_one(const RouteMemory& memory, bool has_shared, Groups* groups)
 {
     const int lane = threadIdx.x & 31, paths = memory.chosen.is_bad ? 0 : TOP + has_shared, path = lane - has_shared;
-    if (lane < paths) {
-        begin_segment(groups->each + lane, path < 0 ? 0 : memory.chosen.ids[path], 1);
-        groups->each[lane].routes[0] = path < 0 ? TOP : path;
-    }
+    if (lane < paths)
+        put_path(groups->each[lane], path, path < 0 ? 0 : memory.chosen.ids[path]);
     if (lane == 0)
         begin_groups(groups, paths, paths > TOP, paths > 0);
 }
@@ -572,7 +570,7 @@ extern "C" __global__ void CLUSTER(ROUTE_BLOCKS) __launch_bounds__(ROUTE_WARPS *
         own_x[group] = x + min(group * COLUMNS + line, here - 1) * x_row + own_columns;
     const CachePolicy policy = policy_keep_normally();
     const bool takes_back = has_choices && blockIdx.x == 0, takes_back_early = takes_back && is_early;
-    static_assert(CHOICE_COPIES * FEW_TOKENS * TOP == ROUTE_WARPS * 32, "a thread has a word");
+    static_assert(CHOICE_COPIES * HALF_COLUMNS * TOP == ROUTE_WARPS * 32, "a thread has a word");
     if (takes_back_early)
         store_relaxed(groups->choices[0] + threadIdx.x, NO_CHOICE);
     if (threadIdx.x == 0) {

@@ -16,8 +16,8 @@ constexpr int MOST_EXPERTS = 256;
 // Tokens that are grouped together, and those that share one reading of an expert from the L2.
 constexpr int BATCH = 64;
 constexpr int COLUMNS = 8;
-// Tokens that kernels of their own are for.
-constexpr int FEW_TOKENS = COLUMNS / 2;
+// Tokens that are few: of so many one set of columns has both terms, the first ones in its first columns, the second ones in the others.
+constexpr int HALF_COLUMNS = COLUMNS / 2;
 // A token's scores, with what fills them up to accesses of the widest kind.
 constexpr int MOST_SCORES = MOST_EXPERTS + 8;
 constexpr int SCORE_COPIES = 4;
@@ -52,7 +52,7 @@ struct Groups {
     int unused[27];
     // Words that are waited for, in places where nothing else ever is: scores of one token, or experts of few. There are copies for the many blocks.
     unsigned scores[SCORE_COPIES][MOST_SCORES];
-    int choices[CHOICE_COPIES][FEW_TOKENS * TOP];
+    int choices[CHOICE_COPIES][HALF_COLUMNS * TOP];
     Segment each[MOST_SEGMENTS];
 };
 
@@ -678,9 +678,6 @@ struct FromTerms {
             take_vector(octs[oct][set], operands[set]);
     }
 };
-
-// Of up to HALF_COLUMNS tokens one set has both: the first terms are its first columns, the second terms the others.
-constexpr int HALF_COLUMNS = COLUMNS / 2;
 
 // Where a lane's elements of a unit's activations begin, whether its column has any, else they are the first column's, and whether the unit has more
 // tokens than one set is for.

@@ -40,6 +40,19 @@ __device__ __forceinline__ void begin_segment(Segment* segment, int expert, int 
     *reinterpret_cast<Bytes16*>(segment->routes) = Bytes16{};
 }
 
+// One of its routes: a token's, and its rank of the expert.
+__device__ __forceinline__ void put_route(Segment& segment, int column, int token, int rank)
+{
+    segment.routes[column] = static_cast<Bytes2>(16 * token + rank);
+}
+
+// That of a single token's path, which is the shared expert, of number 0 in its bank, where it is less than 0.
+__device__ __forceinline__ void put_path(Segment& segment, int path, int expert)
+{
+    begin_segment(&segment, expert, 1);
+    put_route(segment, 0, 0, path < 0 ? TOP : path);
+}
+
 // Words that are waited for while they are made, and say themselves whether they are there. All NaN scores are SOME_NAN; a choice is an expert, or
 // NO_EXPERT of a token that has none.
 constexpr unsigned NO_SCORE = ~0u;
@@ -231,9 +244,9 @@ __device__ __forceinline__ void group_lanes(int id, bool has_shared, FewGroups& 
     }
     __syncwarp();
     if (has_expert)
-        groups.each[segment].routes[__popc(same & below)] = static_cast<Bytes2>(16 * token + rank);
+        put_route(groups.each[segment], __popc(same & below), token, rank);
     if (has_expert && rank == 0 && shared_segments)
-        groups.each[0].routes[__popc(present & below)] = static_cast<Bytes2>(16 * token + TOP);
+        put_route(groups.each[0], __popc(present & below), token, TOP);
 }
 
 // Bring to shared memory what the launch in front has grouped, behind a wait for it.

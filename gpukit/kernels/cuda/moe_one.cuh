@@ -260,6 +260,27 @@ struct GateOneStream {
     }
 };
 
+// A block chooses from scores that are there, and says what, or is told by what the launch in front has grouped.
+__device__ __forceinline__ void choose_for_one(const GateUp& call, ScoresMemory& memory, Chosen& chosen)
+{
+    const bool has_shared = call.paths > TOP;
+    if (call.has_scores) {
+        const float shared = has_shared ? memory.scores[call.experts] : 0.0f;
+        choose_in_block(memory.scores[min(static_cast<int>(threadIdx.x), call.experts - 1)], shared, call.experts, memory, chosen);
+        for (int copy = blockIdx.x; copy < CHOICE_COPIES && threadIdx.x < TOP; copy += gridDim.x)
+            store_relaxed(const_cast<int*>(call.groups->choices[copy]) + threadIdx.x, id_of(chosen, threadIdx.x));
+    } else {
+        const Segment* segment = call.groups->each + has_shared + threadIdx.x % TOP;
+        const int segments = __ldcg(&call.groups->segments), expert = __ldcg(&segment->expert), path = __ldcg(segment->routes);
+        // A token without a choice has no segments.
+        if (threadIdx.x == 0)
+            chosen.is_bad = !segments;
+        if (segments && threadIdx.x < TOP)
+            chosen.ids[path] = expert;
+        __syncthreads();
+    }
+}
+
 // The shared expert hangs on no choice: its units are asked for first, and multiplied while those of the routed experts are on their way.
 template <typename Format, int UNROLLED, bool HAS_OTHER>
 __device__ __forceinline__ void run_gate_up_one(const GateUp& call, const Banks& banks, bool is_shared_other)
@@ -301,22 +322,7 @@ __device__ __forceinline__ void run_gate_up_one(const GateUp& call, const Banks&
     __syncthreads();
     // From the L2: the L1 may have what was there before.
     const Bytes16 oct = __ldcg(call.x + threadIdx.x);
-    if (call.has_scores) {
-        const float shared_score = has_shared ? choice.scores[call.experts] : 0.0f;
-        choose_in_block(choice.scores[min(static_cast<int>(threadIdx.x), call.experts - 1)], shared_score, call.experts, choice, memory.chosen);
-        // For those that come behind.
-        for (int copy = blockIdx.x; copy < CHOICE_COPIES && threadIdx.x < TOP; copy += gridDim.x)
-            store_relaxed(const_cast<int*>(call.groups->choices[copy]) + threadIdx.x, id_of(memory.chosen, threadIdx.x));
-    } else {
-        const Segment* segment = call.groups->each + has_shared + threadIdx.x % TOP;
-        const int segments = __ldcg(&call.groups->segments), expert = __ldcg(&segment->expert), path = __ldcg(segment->routes);
-        // A token without a choice has no segments.
-        if (threadIdx.x == 0)
-            memory.chosen.is_bad = !segments;
-        if (segments && threadIdx.x < TOP)
-            memory.chosen.ids[path] = expert;
-        __syncthreads();
-    }
+    choose_for_one(call, choice, memory.chosen);
     // The slots have had other things.
     fence_for_copies();
     const bool is_good = !memory.chosen.is_bad;

@@ -99,10 +99,8 @@ __device__ __forceinline__ DownStart take_chosen(int id, bool has_shared, Segmen
     const int path = static_cast<int>(threadIdx.x) - has_shared, expert = __shfl_sync(~0u, id, max(path, 0) % TOP);
     if (id < 0)
         return {};
-    if (path < TOP) {
-        begin_segment(segments + threadIdx.x, path < 0 ? 0 : expert, 1);
-        segments[threadIdx.x].routes[0] = static_cast<Bytes2>(path < 0 ? TOP : path);
-    }
+    if (path < TOP)
+        put_path(segments[threadIdx.x], path, path < 0 ? 0 : expert);
     return {TOP + has_shared, has_shared, 1};
 }
 
