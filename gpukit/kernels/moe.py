@@ -318,8 +318,8 @@ def down_add(
     >>> weights = MoeWeights(np.zeros((8, 128), bfloat16), np.zeros((8 * 256, 128), bfloat16), np.ones((8 * 128, 128), bfloat16))
     >>> ids, alpha = np.arange(8, dtype=np.int32)[None], np.full((1, 8), 0.125, np.float32)
     >>> dest = np.ones((1, 128), bfloat16)
-    >>> down_add(ids, alpha, None, np.ones((1, 8, 128), np.float32), weights, dest)[0, :2]
-    array([129, 129], dtype=bfloat16)
+    >>> down_add(ids, alpha, None, np.ones((1, 8, 128), np.float32), weights, dest)[0, :2].tolist()
+    [129.0, 129.0]
     """
     residual = tensor(dest, "dest", BF16, (2,), written=True)
     _, (tokens, hidden), _, _, device = residual
@@ -493,8 +493,8 @@ def prefill_reduce(grouped: Any, packed_index: Any, alpha: Any, out: Any, *, str
     --------
     >>> from ml_dtypes import bfloat16
     >>> grouped, out = np.arange(24, dtype=np.float32).reshape(3, 8), np.ones((1, 8), bfloat16)
-    >>> prefill_reduce(grouped, np.array([[2, 0]], np.int32), np.array([[1, 0.5]], np.float32), out)[0, :3]
-    array([17, 18.5, 20], dtype=bfloat16)
+    >>> prefill_reduce(grouped, np.array([[2, 0]], np.int32), np.array([[1, 0.5]], np.float32), out)[0, :3].tolist()
+    [17.0, 18.5, 20.0]
     """
     rows = tensor(grouped, "grouped", NUMBERS, (2,), contiguous=2)
     grouped_at, (places, hidden), _, dtype, device = rows
