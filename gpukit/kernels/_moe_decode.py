@@ -1,4 +1,4 @@
-"""The kernels of the schedule "decode" for gate, up and down projections, and which of them is for a batch."""
+"""The kernels of the schedule "decode" for gate, up and down projections, and which of them are for a batch."""
 
 from __future__ import annotations
 
@@ -21,21 +21,20 @@ USUAL_HIDDEN, USUAL_WIDTH = 2048, 512
 _TILE = 16
 GATE_WARPS = 4
 DOWN_WARPS = 12
-# Blocks of the gate and up projections that fit on a multiprocessor, of any tokens and of few.
+# Blocks of the gate and up projections that fit on a multiprocessor.
 GATE_BLOCKS = 3
-FEW_GATE_BLOCKS = {"bf16": 3, "fp8": 3, "q4": 4, "q5": 3, "q6": 3, "w8": 3}
 # Tiles of 8 gate and up rows in a unit of work.
 GATE_TILES = {"bf16": 1, "fp8": 2, "q4": 1, "q5": 1, "q6": 1, "w8": 1}
 # Most tokens that are few.
 FEW_TOKENS = 4
 # Most segments of a batch, of few tokens and of one; and sizeof(Segment).
 MOST_SEGMENTS, FEW_SEGMENTS, ONE_SEGMENTS, _SEGMENT_BYTES = 384, FEW_TOKENS * TOP + 1, TOP + 1, 32
-# Warps of down projections through shared memory, and their slots, for many and for few tokens.
-SLOT_WARPS, FEW_SLOT_WARPS, SLOTS = 8, 12, 2
+# Warps of down projections through shared memory, and their slots, for many tokens.
+SLOT_WARPS, SLOTS = 8, 2
 # sizeof(Chosen), in whole accesses.
 _CHOSEN_BYTES = 80
-# Slots of the gate and up projections of few tokens, and warps of those of one.
-GATE_SLOTS, GATE_ONE_WARPS = 2, 8
+# Groups of warps that both projections of few tokens have on a multiprocessor, and warps of the gate and up projections of one token.
+GATE_GROUPS, GATE_ONE_WARPS = DOWN_WARPS // GATE_WARPS, 8
 # A block that needs more than half of a multiprocessor's shared memory is alone there, beside those of other kernels.
 _MORE_THAN_HALF = 116 * 1024
 
@@ -54,9 +53,8 @@ STEPS = {"bf16": _Step(32, 64), "fp8": _Step(64, 64, 0, 2)} | {
     name: _Step(kind.group, kind.base_bytes, kind.high_bytes, 2) for name, kind in _row_split.FORMATS.items()
 }
 FORMATS = tuple(STEPS)
-# Formats whose elements, scaled, are a byte; and those of nibbles, whose few tokens gate and up projections have in shared memory.
+# Formats whose elements, scaled, are a byte.
 _BYTES = ("fp8", "w8")
-_NIBBLES = ("q4", "q5", "q6")
 # Formats in which gate and up projections of one token have a slot for the shared expert alone.
 _SHARED_SLOT = ("bf16", "q4", "q5")
 
@@ -81,12 +79,6 @@ def down_slots_bytes(kind: str, warps: int, slots: int, segments: int) -> int:
 def down_one_bytes(kind: str) -> int:
     """sizeof(DownOneMemory): slots, and products of the shared expert's octs in two terms."""
     return (TOP + 1) * _down_slot(kind) + USUAL_WIDTH // 32 * 2 * _TILE * 4
-
-
-def gate_few_bytes(kind: str) -> int:
-    """sizeof(GateSlotMemory): slots, barriers, groups with how many there are, and tokens, as one access where they are not there."""
-    tokens = FEW_TOKENS * (2 * USUAL_HIDDEN + 64) if kind in _NIBBLES else 16
-    return GATE_SLOTS * (_tile_bytes(kind, USUAL_HIDDEN) + 2 * 8) + FEW_SEGMENTS * _SEGMENT_BYTES + 16 + tokens
 
 
 def gate_one_bytes(kind: str) -> int:
@@ -131,23 +123,14 @@ _GATE_UP = {
     kind: GateUp(_kernel(f"gate_up_{kind}", carveout=CARVEOUT, is_tuned=False), GATE_TILES[kind], GATE_BLOCKS, GATE_WARPS) for kind in FORMATS
 }
 _DOWN = {kind: Down(_kernel(f"down_{kind}", is_tuned=False), DOWN_WARPS) for kind in FORMATS}
-# Few tokens, which in bfloat16 are as quick through registers.
-_FEW_FORMATS = tuple(kind for kind in FORMATS if kind != "bf16")
-_GATE_UP_FEW = {
-    kind: GateUp(_kernel(f"gate_up_few_{kind}", shared_bytes=gate_few_bytes(kind), carveout=MOST_SHARED), 1, FEW_GATE_BLOCKS[kind], GATE_WARPS, True)
-    for kind in _FEW_FORMATS
-}
-_GATE_UP_FEW["bf16"] = GateUp(_kernel("gate_up_few_bf16", carveout=CARVEOUT), 1, FEW_GATE_BLOCKS["bf16"], GATE_WARPS, True)
-_DOWN_FEW = {
-    kind: Down(_kernel(f"down_few_{kind}", shared_bytes=down_slots_bytes(kind, FEW_SLOT_WARPS, SLOTS, FEW_SEGMENTS)), FEW_SLOT_WARPS)
-    for kind in _FEW_FORMATS
-}
 # One token. In bfloat16 the shared expert has a warp of its own.
 _GATE_UP_ONE = {
     kind: GateUp(_kernel(f"gate_up_one_{kind}", shared_bytes=gate_one_bytes(kind), carveout=MOST_SHARED), 1, 1, GATE_ONE_WARPS, True)
     for kind in FORMATS
 }
-_DOWN_ONE = {kind: Down(_kernel(f"down_one_{kind}", shared_bytes=down_one_bytes(kind), carveout=MOST_SHARED), TOP, True) for kind in _FEW_FORMATS}
+_DOWN_ONE = {
+    kind: Down(_kernel(f"down_one_{kind}", shared_bytes=down_one_bytes(kind), carveout=MOST_SHARED), TOP, True) for kind in FORMATS if kind != "bf16"
+}
 _ONE_BF16_BYTES = down_slots_bytes("bf16", TOP + 1, 1, ONE_SEGMENTS)
 _DOWN_ONE["bf16"] = Down(_kernel("down_one_bf16", shared_bytes=_ONE_BF16_BYTES, carveout=MOST_SHARED), TOP + 1, True)
 # Many tokens.
@@ -156,19 +139,40 @@ _DOWN_SLOTS = {
 }
 
 
+def experts_few_bytes(gate_up: str, down: str) -> int:
+    """sizeof(FewMemory): slots, a unit and a tile in eight bits, barriers, groups, sums of units, who has what, sums of paths, and tokens."""
+    slots, slot = 1 if gate_up == "bf16" else 2, max(_tile_bytes(gate_up, USUAL_HIDDEN), GATE_WARPS * _tile_bytes(down, USUAL_WIDTH))
+    others = _tile_bytes("w8", USUAL_HIDDEN) + _tile_bytes("w8", USUAL_WIDTH) if may_have_other(gate_up) else 2 * 16
+    barriers = 8 * ((GATE_GROUPS + DOWN_WARPS) * slots + 2)
+    turns = GATE_GROUPS * slots * GATE_WARPS * _TILE * FEW_TOKENS * 4
+    paths = FEW_TOKENS * (TOP + 1)
+    numbers = 4 * (GATE_GROUPS * (2 * slots + 1) + 3 + paths * (_TILE + 1) + FEW_TOKENS * _TILE)
+    tokens = 16 if gate_up == "w8" else FEW_TOKENS * (2 * USUAL_HIDDEN + 64)
+    parts = GATE_GROUPS * slots * slot, others, barriers, FEW_SEGMENTS * _SEGMENT_BYTES + 16, turns, numbers, tokens
+    return sum(-(-part // 16) * 16 for part in parts)
+
+
+# Both projections of few tokens, by the formats of the gate and up bank and of the down bank.
+_EXPERTS_FEW = {
+    (gate_up, down): _kernel(f"experts_few_{name}", shared_bytes=experts_few_bytes(gate_up, down), carveout=MOST_SHARED)
+    for name, (gate_up, down) in ({"q4_q5": ("q4", "q5")} | {kind: (kind, kind) for kind in ("bf16", "fp8", "q6", "w8")}).items()
+}
+
+
+def experts_few_for(gate_up: str, down: str, tokens: int, hidden: int, width: int, device: int) -> Kernel | None:
+    """The kernel of both projections for so many tokens, where there is one."""
+    is_few = 1 < tokens <= FEW_TOKENS and (hidden, width) == (USUAL_HIDDEN, USUAL_WIDTH)
+    found = _EXPERTS_FEW.get((gate_up, down)) if is_few else None
+    return found if found and found.is_for(device) else None
+
+
 def gate_up_for(kind: str, tokens: int, hidden: int, device: int) -> GateUp:
     """The kernel of gate and up projections for so many tokens."""
-    tuned: dict[str, GateUp] = {}
-    if hidden == USUAL_HIDDEN and tokens <= FEW_TOKENS:
-        tuned = _GATE_UP_ONE if tokens == 1 else _GATE_UP_FEW
-    found = tuned.get(kind)
+    found = _GATE_UP_ONE[kind] if tokens == 1 and hidden == USUAL_HIDDEN else None
     return found if found and found.kernel.is_for(device) else _GATE_UP[kind]
 
 
 def down_for(kind: str, tokens: int, width: int, device: int) -> Down:
     """The kernel of down projections for so many tokens."""
-    tuned: dict[str, Down] = {}
-    if width == USUAL_WIDTH:
-        tuned = _DOWN_ONE if tokens == 1 else _DOWN_FEW if tokens <= FEW_TOKENS else _DOWN_SLOTS
-    found = tuned.get(kind)
+    found = (_DOWN_ONE if tokens == 1 else _DOWN_SLOTS).get(kind) if width == USUAL_WIDTH else None
     return found if found and found.kernel.is_for(device) else _DOWN[kind]

@@ -13,7 +13,7 @@ from gpukit import arrays, devices
 from gpukit.arrays import ITEMSIZE
 from gpukit.errors import ArgumentError, Signal
 from gpukit.kernels._moe import TOP, Fp8, Geometry, MoeWeights, geometry_of, router_experts
-from gpukit.kernels._moe_decode import CARVEOUT, FEW_TOKENS, FORMATS, MOST_SEGMENTS, MOST_SHARED, down_for, gate_up_for
+from gpukit.kernels._moe_decode import CARVEOUT, DOWN_WARPS, FEW_TOKENS, FORMATS, MOST_SEGMENTS, MOST_SHARED, down_for, experts_few_for, gate_up_for
 from gpukit.kernels._plans import allocate, blocks_for, inverse, signal_pointer, whole
 from gpukit.kernels._row_split import RowSplit
 from gpukit.kernels._tensors import BF16, NUMBERS, Tensor, like_shape, refuse_overlap, require_aligned, tensor
@@ -86,8 +86,8 @@ _RUNS_BYTES, _RUN_BYTES = 16, 16
 # Tokens of an expert, on average, above which bf16 runs are of 128 tokens.
 _LONG_RUNS_FROM = 64
 
-# What gate and up projections wait for: whether for choices or for scores, of how many experts, and a signal's counters.
-_AWAITS_NOTHING = (0, 0, 0, 0)
+# What gate and up projections wait for: whether for scores, of how many experts, and a signal's counters.
+_AWAITS_NOTHING = (0, 0, 0)
 
 _SCHEDULES = ("auto", "decode", "prefill")
 _MOST_TOKENS = 2**20
@@ -404,10 +404,12 @@ def sparse_moe(
     Notes
     -----
     No host synchronisation, safe inside a capture when `workspace` is given. "decode" takes four launches for every 64 tokens: scores; selection
-    and grouping; `gate_up`; `down_add`; the first two are one where they are in `route`, and of one token in the tuned sizes. All of them may
-    overlap (`gpukit.launch.overlapping`): weights are on their way before launches in front have ended, none of which may write them. Blocks of up
-    to four tokens' `gate_up` then come up before it is known what is chosen and wait for it, so that no launch has to end in between (H of 2,048, of
-    one token I of 512 too, capability 9.0). A token's result has the same bits whatever is beside it, within a schedule.
+    and grouping; `gate_up`; `down_add`; the first two are one where they are in `route`. All of them may overlap (`gpukit.launch.overlapping`):
+    weights are on their way before launches in front have ended, none of which may write them. In the tuned sizes (H of 2,048 and I of 512,
+    capability 9.0) the experts of up to four tokens come up before it is known what is chosen and wait for it, so that no launch has to end in
+    between: of one token in three launches, of two to four, where both banks are in one format or q4 and q5, in two, the second having both
+    projections. Its blocks wait for each other's activations, but never for blocks that are not there. A token's result has the same bits whatever is
+    beside it, within a schedule.
 
     "prefill" groups all tokens by expert (select and count, scan, gather), runs two grouped products on tensor cores, and adds each token's rows:
     seven launches, see `prefill_reduce`. As in "decode", activations go to the tensor cores as two bfloat16 numbers that keep 16 bits of them: one
@@ -660,6 +662,11 @@ def _token_at(x: Tensor, first: int) -> int:
     return x[0] + 2 * first * _row(x)
 
 
+def _are_routed_together(tokens: int, hidden: int, device: int, stream: int) -> bool:
+    """Whether one cluster routes so many tokens."""
+    return tokens <= _FEW and hidden // 32 <= _FEW_STEPS and _ROUTE_FEW.has_room(device, stream)
+
+
 def _routing(
     x: Tensor,
     first: int,
@@ -676,14 +683,16 @@ def _routing(
     stream: int,
     has_choices: bool = False,
     is_early: bool = False,
+    act: tuple[int, int] = (0, 0),
 ) -> list[Launch]:
     """Scores and selection, in one launch for few tokens; `outputs` are ids, alpha, its stride, shared scale, its stride.
 
-    That one launch may say what is chosen as soon as it knows, for a launch that waits for it and may come up early.
+    That one launch may say what is chosen as soon as it knows, and take activations back, at an address and so many accesses, for a launch that waits
+    for both and may come up early.
     """
     x_at, steps = _token_at(x, first), x[1][1] // 32
-    if tokens <= _FEW and steps <= _FEW_STEPS and not owners_at and _ROUTE_FEW.has_room(device, stream):
-        of_x, words = (x_at, _row(x) // 8, router_at, steps), (int(has_choices), int(is_early))
+    if not owners_at and _are_routed_together(tokens, x[1][1], device, stream):
+        of_x, words = (x_at, _row(x) // 8, router_at, steps), (int(has_choices), int(is_early), *act)
         routed = (*of_x, experts, int(has_shared), tokens, *outputs, groups_at, counters, *words)
         return [(_ROUTE_FEW, _ROUTE_BLOCKS, 32 * _ROUTE_WARPS, routed)]
     rows = experts + has_shared
@@ -730,7 +739,7 @@ def _gate_up(
     handing: tuple[int, int],
     device: int,
     *,
-    awaited: tuple[int, int, int, int] = _AWAITS_NOTHING,
+    awaited: tuple[int, int, int] = _AWAITS_NOTHING,
 ) -> Launch:
     found = gate_up_for(geometry.gate_up_format, tokens, geometry.hidden, device)
     tiles = geometry.width // (8 * found.tiles)
@@ -738,7 +747,7 @@ def _gate_up(
     arguments = (
         *geometry.gate_up, *geometry.shared_gate_up, int(geometry.is_gate_up_other), _token_at(x, first), _row(x) // 8,
         geometry.hidden, geometry.width, groups_at, act_at, geometry.paths, *handing, tiles, inverse(tiles), *_fetched(tokens, geometry),
-        tokens, *awaited,
+        *awaited,
     )  # fmt: skip
     return found.kernel, blocks, 32 * found.warps, arguments
 
@@ -773,7 +782,7 @@ def _down(
 
 
 def _decode(x: Tensor, dest: Tensor, geometry: Geometry, parts: list[int], counters: int, device: int, stream: int, is_early: bool) -> list[Launch]:
-    """Routing and two launches for every batch, one behind the other in the same workspace."""
+    """Routing and one or two launches for every batch, one behind the other in the same workspace."""
     tokens = x[1][0]
     scratch = _Scratch(*parts)
     shared_at = scratch.shared_scale if geometry.has_shared else 0
@@ -782,25 +791,39 @@ def _decode(x: Tensor, dest: Tensor, geometry: Geometry, parts: list[int], count
     experts, has_shared = geometry.experts, geometry.has_shared
     for first in range(0, tokens, _BATCH):
         some = min(_BATCH, tokens - first)
-        can_wait = gate_up_for(geometry.gate_up_format, some, geometry.hidden, device).can_wait
-        awaited, is_one = _AWAITS_NOTHING, some == 1 and can_wait and down_for(geometry.down_format, some, geometry.width, device).can_wait
-        if is_one:
+        routed = (x, first, some, geometry.router, experts, has_shared, scratch.parts, outputs, scratch.groups, 0, counters, device, stream)
+        together = experts_few_for(geometry.gate_up_format, geometry.down_format, some, geometry.hidden, geometry.width, device)
+        if together and _are_routed_together(some, geometry.hidden, device, stream):
+            launches += _routing(*routed, True, is_early, (scratch.act, some * geometry.paths * geometry.width // 4))
+            launches.append(_experts_few(together, x, dest, first, some, geometry, scratch, shared_at, device))
+            continue
+        awaited = _AWAITS_NOTHING
+        gate_up, down = (
+            gate_up_for(geometry.gate_up_format, some, geometry.hidden, device), down_for(geometry.down_format, some, geometry.width, device)
+        )  # fmt: skip
+        if gate_up.can_wait and down.can_wait:
             launches.append(_scores_of_one(x, first, geometry, scratch.groups, is_early))
-            awaited = (0, 1, experts, counters)
+            awaited = (1, experts, counters)
         else:
-            has_choices = can_wait and some > 1
-            routing = _routing(
-                x, first, some, geometry.router, experts, has_shared, scratch.parts, outputs, scratch.groups, 0, counters, device, stream,
-                has_choices, is_early,
-            )  # fmt: skip
-            launches += routing
-            if routing[-1][0] is _ROUTE_FEW:
-                awaited = (int(has_choices), 0, 0, 0)
-        terms = _terms(geometry)
-        launches.append(_gate_up(x, first, some, geometry, scratch.groups, scratch.act, terms, device, awaited=awaited))
+            launches += _routing(*routed)
+        launches.append(_gate_up(x, first, some, geometry, scratch.groups, scratch.act, _terms(geometry), device, awaited=awaited))
         at = (scratch.act, scratch.alpha, shared_at)
-        launches.append(_down(dest, first, some, geometry, scratch.groups, *at, device, are_groups_ready=True, awaited=awaited[1:3]))
+        launches.append(_down(dest, first, some, geometry, scratch.groups, *at, device, are_groups_ready=True, awaited=awaited[:2]))
     return launches
+
+
+def _experts_few(
+    kernel: Kernel, x: Tensor, dest: Tensor, first: int, tokens: int, geometry: Geometry, scratch: _Scratch, shared_at: int, device: int
+) -> Launch:
+    """Both projections, and their sum, in one launch: a tile of rows a block, and a block for every multiprocessor."""
+    row = dest[2][0]
+    arguments = (
+        *geometry.gate_up, *geometry.shared_gate_up, int(geometry.is_gate_up_other), *geometry.down, *geometry.shared_down,
+        int(geometry.is_down_other), _token_at(x, first), _row(x) // 8, tokens, geometry.paths, scratch.groups, scratch.act, *_terms(geometry),
+        *_fetched(tokens, geometry), scratch.alpha, shared_at, dest[0] + 2 * first * row, row,
+    )  # fmt: skip
+    blocks = max(geometry.hidden // _TILE, devices.properties(device).multiprocessors)
+    return kernel, blocks, 32 * DOWN_WARPS, arguments
 
 
 def _scores_of_one(x: Tensor, first: int, geometry: Geometry, groups_at: int, is_early: bool) -> Launch:

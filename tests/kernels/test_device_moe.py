@@ -164,7 +164,7 @@ def test_weights_are_checked_again_where_they_look_another_way(monkeypatch: pyte
 
 
 STRUCTS = {"bf16": "Bf16", "fp8": "Fp8", "q4": "Split<4>", "q5": "Split<5>", "q6": "Split<6>", "w8": "Wide"}
-DEVICE_FILES = ("moe.cu", "moe_prefill.cu", "moe.cuh", "moe_choice.cuh", "moe_stream.cuh", "moe_slots.cuh", "moe_gate_slots.cuh", "moe_one.cuh")
+DEVICE_FILES = ("moe.cu", "moe_prefill.cu", *(f"moe{part}.cuh" for part in ("", "_choice", "_few", "_gate_slots", "_one", "_slots", "_stream")))
 
 
 def device_code() -> str:
@@ -184,8 +184,7 @@ def test_the_constants_of_the_plan_are_those_of_the_kernels() -> None:
     threads = ("HANDING_THREADS", "SCAN_THREADS", "REDUCE_THREADS")
     for name in ("BATCH", "COLUMNS", "TILE", "SCORE_PARTS", "FEW", *warps, *blocks, *threads):
         assert constants[name] == getattr(ops, f"_{name}"), name
-    gate = ("GATE_WARPS", "GATE_BLOCKS", "GATE_SLOTS", "GATE_ONE_WARPS")
-    for name in (*gate, "DOWN_WARPS"):
+    for name in ("GATE_WARPS", "GATE_BLOCKS", "GATE_ONE_WARPS", "DOWN_WARPS"):
         assert constants[name] == getattr(_moe_decode, name), name
     assert ops._FEW_STEPS == constants["SCORE_PARTS"] * constants["SCORE_WARPS"] * constants["SLICE_STEPS"]
     # Of the largest batch, and of the segments of first units, which are looked up before it is known how many there are.
@@ -223,8 +222,6 @@ def test_the_shared_memory_that_is_asked_for_is_what_kernels_have() -> None:
     pytest.importorskip("cuda.core", reason="needs NVRTC")
     gate_bytes, one_bytes, slots_bytes = _moe_decode.gate_one_bytes, _moe_decode.down_one_bytes, _moe_decode.down_slots_bytes
     sizes = {}
-    # Of gate and up projections of few tokens: what is static, and what the device keeps for a block.
-    static_bytes, kept_bytes = 4224, 1024
     for kind, struct in STRUCTS.items():
         other = "true" if _moe.may_have_other(kind) else "false"
         slot = f"slot_bytes<{struct}, {other}>()"
@@ -232,9 +229,6 @@ def test_the_shared_memory_that_is_asked_for_is_what_kernels_have() -> None:
         if kind == "bf16":
             sizes[f"SlotMemory<OneToken, {slot}>"] = slots_bytes(kind, 9, 1, _moe_decode.ONE_SEGMENTS)
             continue
-        sizes[f"GateSlotMemory<{struct}>"] = _moe_decode.gate_few_bytes(kind)
-        assert _moe_decode.FEW_GATE_BLOCKS[kind] * (_moe_decode.gate_few_bytes(kind) + static_bytes + kept_bytes) <= 228 * 1024
-        sizes[f"SlotMemory<FewTokens, {slot}>"] = slots_bytes(kind, _moe_decode.FEW_SLOT_WARPS, 2, _moe_decode.FEW_SEGMENTS)
         sizes[f"DownOneMemory<{slot}>"] = one_bytes(kind)
         # Both kernels of a token fit beside each other, with what is static and what the device keeps for a block.
         assert gate_bytes(kind) + one_bytes(kind) < 228 * 1024 - 5 * 1024
@@ -242,21 +236,24 @@ def test_the_shared_memory_that_is_asked_for_is_what_kernels_have() -> None:
         sizes[f"SlotMemory<ManyTokens, slot_bytes<{STRUCTS[kind]}, false>()>"] = slots_bytes(
             kind, _moe_decode.SLOT_WARPS, 2, _moe_decode.MOST_SEGMENTS
         )
+    for (of_gate, of_down), kernel in _moe_decode._EXPERTS_FEW.items():
+        has_other = _moe.may_have_other(of_gate)
+        struct = f"FewMemory<{STRUCTS[of_gate]}, {STRUCTS[of_down]}, {str(has_other).lower()}>"
+        sizes[struct] = _moe_decode.experts_few_bytes(of_gate, of_down)
+        assert kernel.shared_bytes == sizes[struct] <= 227 * 1024 and has_other == _moe.may_have_other(of_down)
     is_at_least = {True: "<=", False: "=="}
     lines = [f"static_assert(sizeof({struct}) {is_at_least[size == _moe_decode._MORE_THAN_HALF]} {size});" for struct, size in sizes.items()]
-    assert len(lines) == 24
-    lines += [f"static_assert(GateFew<{STRUCTS[kind]}>::BLOCKS == {blocks});" for kind, blocks in _moe_decode.FEW_GATE_BLOCKS.items()]
-    lines.append(f"static_assert(2 * sizeof(GateUpTurn<1>) <= {static_bytes});")
+    assert len(lines) == 19
     # What the host's numbers of tokens, warps and slots are on the device.
     numbers_of = {
-        "FewTokens": (_moe_decode.FEW_TOKENS, _moe_decode.FEW_SLOT_WARPS, 2),
+        "FewTokens<2>": (_moe_decode.FEW_TOKENS, _moe_decode.DOWN_WARPS, 2),
         "ManyTokens": (64, _moe_decode.SLOT_WARPS, 2),
         "OneToken": (1, 9, 1),
     }
     for batch, (tokens, warps, slots) in numbers_of.items():
         lines.append(f"static_assert({batch}::TOKENS == {tokens} && {batch}::WARPS == {warps} && {batch}::SLOTS == {slots});")
-    lines.append(f"static_assert(DOWN_ONE_WARPS == 8 && FEW_SEGMENTS == {_moe_decode.FEW_SEGMENTS});")
-    compile_text("\n".join(['#include "moe_one.cuh"', *lines]), "sizes.cu", "sm_90")
+    lines.append(f"static_assert(DOWN_ONE_WARPS == 8 && FEW_SEGMENTS == {_moe_decode.FEW_SEGMENTS} && FEW_GROUPS == {_moe_decode.GATE_GROUPS});")
+    compile_text("\n".join(['#include "moe_few.cuh"', '#include "moe_one.cuh"', *lines]), "sizes.cu", "sm_90")
     # What is static beside it: sums of all paths, what they are multiplied by, and residuals.
     floats = ops._BATCH * (9 * (16 + 1) + 16)
     assert 4 * floats <= 48 * 1024 and slots_bytes("w8", 8, 2, 384) + 4 * floats <= 227 * 1024
@@ -275,26 +272,29 @@ def test_kernels_of_the_usual_sizes_are_for_the_devices_that_they_were_measured_
         up, down = ops._gate_up(x, 0, tokens, geometry, 0, 0, (0, 0), 0), ops._down(x, 0, tokens, geometry, 0, 0, 0, 0, 0)
         names = up[0].name, down[0].name
         # Blocks of gate and up projections have a unit each, if there are so many; those of down projections a tile of rows.
-        tiles = 1 if "one" in names[0] or "few" in names[0] else _moe_decode.GATE_TILES[kind]
-        of_multiprocessor = _moe_decode.FEW_GATE_BLOCKS[kind] if "few" in names[0] else 3
-        blocks, threads = (132, 256) if "one" in names[0] else (132 * of_multiprocessor, 128)
-        assert up[1:3] == (min(ops._most_segments(tokens, geometry) * width // (8 * tiles), blocks), threads) and down[1] == hidden // 16
-        warps = {"one": 9 if kind == "bf16" else 8, "few": 12, "slots": 8}
+        is_one = "one" in names[0]
+        units = ops._most_segments(tokens, geometry) * width // (8 * (1 if is_one else _moe_decode.GATE_TILES[kind]))
+        assert up[1:3] == (min(units, 132 if is_one else 132 * 3), 256 if is_one else 128) and down[1] == hidden // 16
+        warps = {"one": 9 if kind == "bf16" else 8, "slots": 8}
         assert down[2] == 32 * next((number for part, number in warps.items() if part in names[1]), 12)
         return list(names)
 
     is_hopper = capability == (9, 0)
     for kind in ("bf16", "fp8", "q4", "q5", "q6", "w8"):
         plain = [f"gate_up_{kind}", f"down_{kind}"]
-        few = [f"gate_up_few_{kind}", f"down_{kind}" if kind == "bf16" else f"down_few_{kind}"] if is_hopper else plain
         many = [f"gate_up_{kind}", f"down_slots_{kind}"] if is_hopper and kind in ("fp8", "w8") else plain
         assert chosen(kind, 2048, 512, 1) == ([f"gate_up_one_{kind}", f"down_one_{kind}"] if is_hopper else plain)
         assert chosen(kind, 2048, 384, 1) == ([f"gate_up_one_{kind}", f"down_{kind}"] if is_hopper else plain)
         assert chosen(kind, 1024, 512, 1) == ([f"gate_up_{kind}", f"down_one_{kind}"] if is_hopper else plain)
-        assert chosen(kind, 2048, 512, 2) == chosen(kind, 2048, 512, 4) == few
-        assert chosen(kind, 128, 512, 4) == [plain[0], few[1]] and chosen(kind, 2048, 384, 4) == [few[0], plain[1]]
-        assert chosen(kind, 2048, 512, 5) == chosen(kind, 128, 512, 64) == many
-        assert chosen(kind, 2048, 384, 64) == plain
+        assert chosen(kind, 2048, 512, 2) == chosen(kind, 2048, 512, 5) == chosen(kind, 128, 512, 64) == many
+        assert chosen(kind, 2048, 384, 4) == chosen(kind, 2048, 384, 64) == plain
+    # Both projections of few tokens by one launch.
+    for of_gate, of_down in (("bf16", "bf16"), ("fp8", "fp8"), ("q4", "q5"), ("q6", "q6"), ("w8", "w8"), ("q5", "q5"), ("fp8", "bf16")):
+        for tokens, hidden, width in ((1, 2048, 512), (2, 2048, 512), (4, 2048, 512), (5, 2048, 512), (4, 1024, 512), (4, 2048, 384)):
+            found = _moe_decode.experts_few_for(of_gate, of_down, tokens, hidden, width, 0)
+            is_there = is_hopper and tokens in (2, 4) and (hidden, width) == (2048, 512) and (of_gate, of_down) not in (("q5", "q5"), ("fp8", "bf16"))
+            assert (found is not None) == is_there
+            assert not found or found.name == ("experts_few_q4_q5" if of_gate == "q4" else f"experts_few_{of_gate}")
 
 
 @pytest.mark.parametrize("is_early", [True, False])
@@ -307,16 +307,20 @@ def test_few_tokens_are_chosen_for_while_the_next_launch_comes_up(monkeypatch: p
         geometry = Geometry(256, hidden, width, 9, "fp8", "fp8", 0, *[(0, 0, 0)] * 4, False, False, 0, 0)
         x = (0, (tokens, hidden), (hidden, 1), "uint16", 0)
         planned = ops._decode(x, x, geometry, [64] * 6, 5, 0, 0, is_early)
-        # Of routing whether there are words and when they are taken back, of projections what they wait for.
-        return [(kernel.name, arguments[-4 if kernel.name.startswith("gate_up") else -2 :]) for kernel, _, _, arguments in planned]
+        # Of routing whether there are words, when they are taken back, and what else is; of projections what they wait for, or where the sums are.
+        ends = {"gate": -3, "rout": -4}
+        return [(kernel.name, arguments[ends.get(kernel.name[:4], -2) :]) for kernel, _, _, arguments in planned]
 
-    early, nothing = int(is_early), (0, 0, 0, 0)
-    one = [("scores_one", (early, 64)), ("gate_up_one_fp8", (0, 1, 256, 5)), ("down_one_fp8", (1, 256))]
+    early, nothing = int(is_early), (0, 0, 0)
+    one = [("scores_one", (early, 64)), ("gate_up_one_fp8", (1, 256, 5)), ("down_one_fp8", (1, 256))]
     assert launches(1, 2048, 512) == one
-    assert launches(1, 2048, 384) == [("route_few", (0, early)), ("gate_up_one_fp8", nothing), ("down_fp8", (0, 0))]
-    few = [("route_few", (1, early)), ("gate_up_few_fp8", (1, 0, 0, 0)), ("down_few_fp8", (0, 0))]
-    assert launches(2, 2048, 512) == launches(4, 2048, 512) == few
-    some = [("route_few", (0, early)), ("gate_up_fp8", nothing), ("down_slots_fp8", (0, 0))]
+    nobody_waits = (0, 0, 0, 0)
+    assert launches(1, 2048, 384) == [("route_few", nobody_waits), ("gate_up_one_fp8", nothing), ("down_fp8", (0, 0))]
+    for tokens in (2, 4):
+        # Activations are two numbers of 16 bits each, in accesses of 16 bytes.
+        assert launches(tokens, 2048, 512) == [("route_few", (1, early, 64, tokens * 9 * 512 * 4 // 16)), ("experts_few_fp8", (0, 2048))]
+    assert launches(4, 2048, 384) == [("route_few", nobody_waits), ("gate_up_fp8", nothing), ("down_fp8", (0, 0))]
+    some = [("route_few", nobody_waits), ("gate_up_fp8", nothing), ("down_slots_fp8", (0, 0))]
     assert launches(5, 2048, 512) == launches(16, 2048, 512) == some
     # Batches behind each other, of which the last one is a token.
     assert launches(65, 2048, 512)[-3:] == one
@@ -639,6 +643,38 @@ def test_one_token_has_the_same_bits_on_few_multiprocessors(card: Any, monkeypat
     few = dataclasses.replace(devices.properties(0), multiprocessors=5)
     monkeypatch.setattr("gpukit.devices.properties", lambda device: few)
     assert np.array_equal(run(card, weights, x, dest, "decode"), wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mix", [MIXES[0], MIXES[1], MIXES[2], MIXES[5]], ids=names)
+def test_few_tokens_have_the_same_bits_whatever_blocks_are_there(
+    card: Any, monkeypatch: pytest.MonkeyPatch, mix: tuple[str, str, str | None]
+) -> None:
+    """Fewer blocks than multiprocessors; more, of which some come up when others have ended; and those of two streams in each other's way."""
+    import cupy
+
+    weights = random_weights(cupy, 19, 24, *LARGE[1:], mix)
+    rng = np.random.default_rng(19)
+    starts = [(random_bits(rng, tokens, LARGE[1]), random_bits(rng, tokens, LARGE[1])) for tokens in (2, 3, 4)]
+    wanted = [run(card, weights, x, dest, "decode") for x, dest in starts]
+    properties = devices.properties(0)
+    for multiprocessors in (5, 3 * properties.multiprocessors):
+        with monkeypatch.context() as patch:
+            other = dataclasses.replace(properties, multiprocessors=multiprocessors)
+            patch.setattr("gpukit.devices.properties", lambda device, other=other: other)
+            assert all(np.array_equal(run(card, weights, *start, "decode"), end) for start, end in zip(starts, wanted, strict=True))
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+    workspaces = [card.array(np.full(workspace_bytes(4, weights, "decode"), 0xFF, np.uint8)) for _ in streams]
+    calls = [[(card.array(x), card.array(dest)) for x, dest in starts * 20] for _ in streams]
+    cupy.cuda.Device().synchronize()
+    with overlapping():
+        for number in range(len(calls[0])):
+            for stream, workspace, pairs in zip(streams, workspaces, calls, strict=True):
+                x, dest = pairs[number]
+                sparse_moe(x, weights, dest, workspace=workspace, exclusive=True, schedule="decode", stream=stream)
+    cupy.cuda.Device().synchronize()
+    for pairs in calls:
+        assert all(np.array_equal(card.host(dest), wanted[number % 3]) for number, (_, dest) in enumerate(pairs))
 
 
 @pytest.mark.gpu

@@ -82,6 +82,11 @@ struct Choice<false, First, Second> {
     using type = Second;
 };
 
+template <class First, class Second>
+constexpr bool IS_SAME = false;
+template <class Type>
+constexpr bool IS_SAME<Type, Type> = true;
+
 __device__ __forceinline__ unsigned shared_address(const void* at)
 {
     return static_cast<unsigned>(__cvta_generic_to_shared(at));

@@ -1,11 +1,13 @@
 // Device code of the decode schedule of a sparse mixture of experts: what it promises stands in `kernels/moe.py`. Four launches: scores of all
-// experts; selection, and the batch grouped by expert (few tokens: both in one); gate and up projections; down projections and their weighted sum. Gate
-// and up projections of few tokens come up before it is known what is chosen; those of one token choose by themselves.
+// experts; selection, and the batch grouped by expert (few tokens: both in one); gate and up projections; down projections and their weighted sum. Of few
+// tokens in the usual sizes both projections are one launch, which comes up before it is known what is chosen, like gate and up projections of one token,
+// which choose by themselves.
 // Each expert's weights stream from memory once, whatever the number of its tokens; the next unit's are on their way while this one's
 // sums are put together. All sums are taken in an order that follows from the geometry alone, so that a token's result never depends on the batch.
 
 #include "cluster.cuh"
 #include "moe_choice.cuh"
+#include "moe_few.cuh"
 #include "moe_gate_slots.cuh"
 #include "moe_one.cuh"
 #include "moe_slots.cuh"
@@ -545,8 +547,10 @@ extern "C" __global__ void CLUSTER(ROUTE_BLOCKS) __launch_bounds__(ROUTE_WARPS *
     int64 steps,
     ROUTING_PARAMETERS,
     int64* signal,
-    int64 has_choices,      // whether the next launch waits for the experts of few tokens
-    int64 is_early)         // and whether their words are this call's alone before the launch in front has ended
+    int64 has_choices,      // whether the next launch waits for the experts of few tokens, instead of groups
+    int64 is_early,         // and whether their words are this call's alone before the launch in front has ended
+    Bytes16* act,           // [act_length] of words that it waits for too, to be taken back
+    int64 act_length)
 {
 #if __CUDA_ARCH__ >= 900
     __shared__ RouteMemory memory;
@@ -569,10 +573,17 @@ extern "C" __global__ void CLUSTER(ROUTE_BLOCKS) __launch_bounds__(ROUTE_WARPS *
         // Columns without a token are not looked at.
         own_x[group] = x + min(group * COLUMNS + line, here - 1) * x_row + own_columns;
     const CachePolicy policy = policy_keep_normally();
+    // Else the first block may be gone when others have chosen.
+    const bool are_grouped = groups && !has_choices;
     const bool takes_back = has_choices && blockIdx.x == 0, takes_back_early = takes_back && is_early;
     static_assert(CHOICE_COPIES * HALF_COLUMNS * TOP == ROUTE_WARPS * 32, "a thread has a word");
-    if (takes_back_early)
+    const auto take_back = [&] {
         store_relaxed(groups->choices[0] + threadIdx.x, NO_CHOICE);
+        if (threadIdx.x < 2)
+            store_relaxed(groups->claims + threadIdx.x, 0);
+    };
+    if (takes_back_early)
+        take_back();
     if (threadIdx.x == 0) {
         expect_bytes(&memory.scores_arrived, sizeof memory.parts + (has_shared ? sizeof memory.parts_of_shared : 0));
         expect_bytes(&memory.ids_arrived, (here - 1) * sizeof memory.ids[0]);
@@ -596,7 +607,7 @@ extern "C" __global__ void CLUSTER(ROUTE_BLOCKS) __launch_bounds__(ROUTE_WARPS *
     wait_for_predecessor();
     const bool takes_back_late = takes_back && !is_early;
     if (takes_back_late)
-        store_relaxed(groups->choices[0] + threadIdx.x, NO_CHOICE);
+        take_back();
     else
         release_successor();
     Bytes16 taken[FEW / COLUMNS][PAIR_STEPS];
@@ -605,6 +616,10 @@ extern "C" __global__ void CLUSTER(ROUTE_BLOCKS) __launch_bounds__(ROUTE_WARPS *
 #pragma unroll
         for (int step = 0; step < PAIR_STEPS; step++)
             taken[group][step] = group == 0 || group * COLUMNS < here ? own_x[group][4 * step] : Bytes16{};
+    // Those who write them wait for the end of this launch.
+#pragma unroll 1
+    for (int i = blockIdx.x * (32 * ROUTE_WARPS) + threadIdx.x; i < act_length; i += ROUTE_BLOCKS * 32 * ROUTE_WARPS)
+        act[i] = make_uint4(NO_WORD, NO_WORD, NO_WORD, NO_WORD);
     if (takes_back_late) {
         __threadfence();
         __syncthreads();
@@ -659,7 +674,7 @@ extern "C" __global__ void CLUSTER(ROUTE_BLOCKS) __launch_bounds__(ROUTE_WARPS *
     // Beside those that group.
     if (warp == ROUTE_WARPS - 1) {
         const int rank = lane % TOP, id = id_of(memory.chosen, rank);
-        if (lane < TOP && token && groups)
+        if (lane < TOP && token && are_grouped)
             send(&memory.ids[token][rank], 0, id, &memory.ids_arrived);
         const float weight = softmax(memory.chosen.scores[rank]);
         if (lane < TOP) {
@@ -667,7 +682,7 @@ extern "C" __global__ void CLUSTER(ROUTE_BLOCKS) __launch_bounds__(ROUTE_WARPS *
             alpha[token * alpha_row + rank] = is_good ? weight : 0.0f;
         }
     }
-    if (!groups || token)
+    if (!are_grouped || token)
         return;
     if (here == 1) {
         if (warp == 0)
@@ -793,30 +808,6 @@ __device__ __forceinline__ void run_gate_up(const GateUp& call, const Banks& ban
         }
     GateUpWork<Format, TILES, !HAS_OTHER> work(call, banks, shared_segments, turns);
     stream<Format, STAGES>(work, place, unit, apart, units);
-}
-
-// The same of few tokens, grouped in the block's shared memory, for the usual sizes and formats that have no other beside them.
-template <typename Format, int TILES, int STAGES>
-__device__ __forceinline__ void run_gate_up_few(const GateUp& call, const Banks& banks, bool)
-{
-#if __CUDA_ARCH__ == 900
-    __shared__ GateUpTurn<TILES> turns[2];
-    __shared__ FewGroups groups;
-    const int unit = blockIdx.x, apart = gridDim.x;
-    prefetch_all(banks.shared.base, call.shared_bytes);
-    prefetch_all(call.ahead, call.ahead_bytes);
-    if (threadIdx.x == 0)
-        turns[0].next_unit = unit + apart;
-    __syncthreads();
-    take_choices(call, groups);
-    GateUpWork<Format, TILES, true, true> work(call, banks, groups.shared_segments, turns, groups.each);
-    work.take_usual();
-    const int units = groups.segments * static_cast<int>(call.tiles.value);
-    if (unit < units)
-        stream<Format, STAGES, KNOWN_LENGTH / Format::STEP>(work, work.place(unit), unit, apart, units);
-    // Tokens without any expert have no units, but the next launch counts on what those in front of this one have written.
-    wait_for_predecessor();
-#endif
 }
 
 // Activations that are float32 as terms, which `gate_up` hands on by itself where it is not alone.
@@ -948,7 +939,7 @@ __device__ __forceinline__ void run_down_slots(const Down& call, const Banks& ba
     const char *base, const char *high, const char *scales, const char *shared_base, const char *shared_high, const char *shared_scales,       \
         int64 is_shared_other, const Bytes16 *x, int64 x_row, int64 hidden, int64 width, const Groups *groups, unsigned *act, int64 paths,     \
         int64 handing, int64 shared_handing, int64 tiles, int64 inverse_of_tiles, int64 shared_bytes, const char *ahead, int64 ahead_bytes,    \
-        int64 tokens, int64 has_choices, int64 has_scores, int64 experts, int64 *signal
+        int64 has_scores, int64 experts, int64 *signal
 #define DOWN_PARAMETERS                                                                                                                        \
     const char *base, const char *high, const char *scales, const char *shared_base, const char *shared_high, const char *shared_scales,       \
         int64 is_shared_other, const unsigned *act, int64 paths, int64 hidden, int64 width, const Groups *groups, const float *alpha,          \
@@ -956,26 +947,13 @@ __device__ __forceinline__ void run_down_slots(const Down& call, const Banks& ba
 
 #define GATE_UP_ARGUMENTS                                                                                                                      \
     GateUp { x, x_row, hidden, width, groups, act, paths, static_cast<int>(handing), static_cast<int>(shared_handing),                         \
-             divisor_of(tiles, inverse_of_tiles), shared_bytes, ahead, ahead_bytes, tokens, has_choices != 0, has_scores != 0,                 \
-             static_cast<int>(experts), signal },                                                                                              \
+             divisor_of(tiles, inverse_of_tiles), shared_bytes, ahead, ahead_bytes, has_scores != 0, static_cast<int>(experts), signal },      \
         Banks { { base, high, scales }, { shared_base, shared_high, shared_scales } }, is_shared_other != 0
 
 #define GATE_UP_KERNEL(name, format, tiles_of_unit, stages, has_other)                                                                         \
     extern "C" __global__ void __launch_bounds__(GATE_WARPS * 32, GATE_BLOCKS) gpukit_gate_up_##name(GATE_UP_PARAMETERS)                       \
     {                                                                                                                                          \
         run_gate_up<format, tiles_of_unit, stages, has_other>(GATE_UP_ARGUMENTS);                                                              \
-    }
-
-#define GATE_UP_FEW_STREAM_KERNEL(name, format, tiles_of_unit, stages)                                                                           \
-    extern "C" __global__ void __launch_bounds__(GATE_WARPS * 32, GATE_BLOCKS) gpukit_gate_up_few_##name(GATE_UP_PARAMETERS)                   \
-    {                                                                                                                                          \
-        run_gate_up_few<format, tiles_of_unit, stages>(GATE_UP_ARGUMENTS);                                                                     \
-    }
-
-#define GATE_UP_FEW_KERNEL(name, format, has_other)                                                                                            \
-    extern "C" __global__ void __launch_bounds__(GATE_WARPS * 32, GateFew<format>::BLOCKS) gpukit_gate_up_few_##name(GATE_UP_PARAMETERS)      \
-    {                                                                                                                                          \
-        run_gate_up_slots<format, has_other>(GATE_UP_ARGUMENTS);                                                                               \
     }
 
 #define GATE_UP_ONE_KERNEL(name, format, unrolled, has_other)                                                                                  \
@@ -1007,16 +985,32 @@ __device__ __forceinline__ void run_down_slots(const Down& call, const Banks& ba
         run_down_one<format, has_other>(DOWN_ARGUMENTS);                                                                                       \
     }
 
+#define FEW_PARAMETERS                                                                                                                         \
+    const char *gate_base, const char *gate_high, const char *gate_scales, const char *shared_gate_base, const char *shared_gate_high,         \
+        const char *shared_gate_scales, int64 is_gate_other, const char *down_base, const char *down_high, const char *down_scales,            \
+        const char *shared_down_base, const char *shared_down_high, const char *shared_down_scales, int64 is_down_other, const Bytes16 *x,     \
+        int64 x_row, int64 tokens, int64 paths, Groups *groups, unsigned *act, int64 handing, int64 shared_handing, int64 shared_bytes,        \
+        const char *ahead, int64 ahead_bytes, const float *alpha, const float *shared_scale, Bytes2 *dest, int64 dest_row
+
+#define FEW_KERNEL(name, gate_format, down_format, has_other)                                                                                  \
+    extern "C" __global__ void __launch_bounds__(DOWN_WARPS * 32, 1) gpukit_experts_few_##name(FEW_PARAMETERS)                                 \
+    {                                                                                                                                          \
+        constexpr int64 HIDDEN = GATE_WARPS * KNOWN_LENGTH, WIDTH = KNOWN_LENGTH;                                                              \
+        constexpr unsigned TILES = KNOWN_LENGTH / 8;                                                                                           \
+        run_experts_few<gate_format, down_format, has_other>(                                                                                  \
+            GateUp { x, x_row, HIDDEN, WIDTH, groups, act, paths, static_cast<int>(handing), static_cast<int>(shared_handing),                 \
+                     Divisor { TILES, static_cast<unsigned>((1ull << 32) / TILES) }, shared_bytes, ahead, ahead_bytes, false, 0, nullptr,      \
+                     tokens },                                                                                                                 \
+            Down { act, paths, HIDDEN, WIDTH, groups, alpha, shared_scale, dest, dest_row, tokens },                                           \
+            Banks { { gate_base, gate_high, gate_scales }, { shared_gate_base, shared_gate_high, shared_gate_scales } },                       \
+            Banks { { down_base, down_high, down_scales }, { shared_down_base, shared_down_high, shared_down_scales } },                       \
+            is_gate_other != 0, is_down_other != 0);                                                                                           \
+    }
+
 #define MOE_KERNELS(name, format, tiles_of_unit, stages, unrolled_of_one, down_stages, has_other)                                              \
     GATE_UP_KERNEL(name, format, tiles_of_unit, stages, has_other)                                                                             \
     GATE_UP_ONE_KERNEL(name, format, unrolled_of_one, has_other)                                                                               \
     DOWN_KERNEL(name, format, down_stages, has_other)
-
-// Through shared memory few and single tokens of a format whose elements are more work than their bytes.
-#define MOE_KERNELS_OF_FEW(name, format, has_other)                                                                                            \
-    GATE_UP_FEW_KERNEL(name, format, has_other)                                                                                                \
-    DOWN_SLOTS_KERNEL(few_##name, format, FewTokens, has_other)                                                                                \
-    DOWN_ONE_KERNEL(name, format, has_other)
 
 // Stages: enough bytes on their way, within the registers that the blocks of a multiprocessor leave each other. Measured on an H200: more warps with
 // fewer registers lose 2 to 15 %, two tiles gain 5 % in fp8 and lose 1 to 5 % in bf16.
@@ -1027,13 +1021,18 @@ MOE_KERNELS(q5, Split<5>, 1, 8, 3, 4, true)
 MOE_KERNELS(q6, Split<6>, 1, 8, 2, 4, true)
 MOE_KERNELS(w8, Wide, 1, 8, 4, 4, false)
 
-GATE_UP_FEW_STREAM_KERNEL(bf16, Bf16, 1, 8)
-MOE_KERNELS_OF_FEW(fp8, Fp8, false)
-MOE_KERNELS_OF_FEW(q4, Split<4>, true)
-MOE_KERNELS_OF_FEW(q5, Split<5>, true)
-MOE_KERNELS_OF_FEW(q6, Split<6>, true)
-MOE_KERNELS_OF_FEW(w8, Wide, false)
-
+DOWN_ONE_KERNEL(fp8, Fp8, false)
+DOWN_ONE_KERNEL(q4, Split<4>, true)
+DOWN_ONE_KERNEL(q5, Split<5>, true)
+DOWN_ONE_KERNEL(q6, Split<6>, true)
+DOWN_ONE_KERNEL(w8, Wide, false)
 DOWN_SLOTS_KERNEL(one_bf16, Bf16, OneToken, false)
 DOWN_SLOTS_KERNEL(slots_fp8, Fp8, ManyTokens, false)
 DOWN_SLOTS_KERNEL(slots_w8, Wide, ManyTokens, false)
+
+// Pairs of formats of the gate and up bank and of the down bank.
+FEW_KERNEL(bf16, Bf16, Bf16, false)
+FEW_KERNEL(fp8, Fp8, Fp8, false)
+FEW_KERNEL(q4_q5, Split<4>, Split<5>, true)
+FEW_KERNEL(q6, Split<6>, Split<6>, true)
+FEW_KERNEL(w8, Wide, Wide, false)

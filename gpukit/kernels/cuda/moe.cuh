@@ -49,7 +49,8 @@ struct Groups {
     int shared_segments;
     uint64 tokens;  // those that have experts, as bits
     int tickets;    // that blocks of the gate and up projections have taken
-    int unused[27];
+    int claims[2];  // of units of few tokens, and of those of the shared expert in another format; taken back in front
+    int unused[25];
     // Words that are waited for, in places where nothing else ever is: scores of one token, or experts of few. There are copies for the many blocks.
     unsigned scores[SCORE_COPIES][MOST_SCORES];
     int choices[CHOICE_COPIES][HALF_COLUMNS * TOP];
@@ -158,6 +159,43 @@ __device__ __forceinline__ void load_wanted(Bytes8& v, const Bytes8* address, Ca
 __device__ __forceinline__ void load_wanted(Bytes16& v, const Bytes16* address, bool is_wanted)
 {
     asm volatile("{\n.reg .pred is_wanted;\nsetp.ne.u32 is_wanted, %5, 0;\n@is_wanted ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+                 : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(address), "r"(static_cast<int>(is_wanted)) : "memory");
+}
+
+// What others write meanwhile: past the L1.
+__device__ __forceinline__ Bytes16 load_relaxed(const Bytes16* address)
+{
+    Bytes16 v;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ unsigned load_relaxed(const unsigned* address)
+{
+    unsigned v;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ void store_relaxed(unsigned* address, unsigned v)
+{
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(v) : "memory");
+}
+
+__device__ __forceinline__ int load_relaxed(const int* address)
+{
+    return static_cast<int>(load_relaxed(reinterpret_cast<const unsigned*>(address)));
+}
+
+__device__ __forceinline__ void store_relaxed(int* address, int v)
+{
+    store_relaxed(reinterpret_cast<unsigned*>(address), static_cast<unsigned>(v));
+}
+
+// The same, where it is wanted.
+__device__ __forceinline__ void load_relaxed_wanted(Bytes16& v, const Bytes16* address, bool is_wanted)
+{
+    asm volatile("{\n.reg .pred is_wanted;\nsetp.ne.u32 is_wanted, %5, 0;\n@is_wanted ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
                  : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(address), "r"(static_cast<int>(is_wanted)) : "memory");
 }
 
@@ -579,6 +617,9 @@ __device__ __forceinline__ void split(const Bytes16 (&oct)[2], Bytes16 (&terms)[
         terms[term] = make_uint4(made[term][0], made[term][1], made[term][2], made[term][3]);
 }
 
+// Two numbers of 16 bits, both NaN of a kind that arithmetic does not give: terms that are not there yet, where words are waited for.
+constexpr unsigned NO_WORD = ~0u;
+
 // How activations are handed on: as float32; or as the terms that `split` makes of an oct in a format's order, each a vector of 16 bytes. In a row of
 // terms, those that a warp loads at once lie side by side: the vectors of an oct are QUADS apart.
 constexpr int QUADS = 4;
@@ -687,10 +728,11 @@ struct Columns {
     bool are_many;
 };
 
-// SETS: 2, of which the second is there for many tokens, or 1, where there are never many.
-template <typename Format, int SOME_SETS>
+// SETS: 2, of which the second is there for many tokens, or 1, where there are never many. ARE_WORDS: others write them meanwhile.
+template <typename Format, int SOME_SETS, bool WORDS = false>
 struct FromColumns {
     static constexpr int SETS = SOME_SETS;
+    static constexpr bool ARE_WORDS = WORDS;
     static constexpr bool IS_SECOND_FOR_MANY = true;
     Bytes16 octs[Format::OCTS][SETS];
 
@@ -700,10 +742,20 @@ struct FromColumns {
         const Bytes16 *first = columns.from + at, *second = first + (columns.are_many ? QUADS : 0);
 #pragma unroll
         for (int oct = 0; oct < Format::OCTS; oct++) {
-            octs[oct][0] = load_in_order(first + QUADS * 2 * oct);
+            octs[oct][0] = ARE_WORDS ? load_relaxed(first + QUADS * 2 * oct) : load_in_order(first + QUADS * 2 * oct);
             if (SETS > 1)
                 octs[oct][SETS - 1] = load_in_order(second + QUADS * 2 * oct);
         }
+    }
+
+    // The largest word, NO_WORD where one is not there.
+    __device__ __forceinline__ unsigned largest() const
+    {
+        unsigned most = 0;
+#pragma unroll
+        for (int oct = 0; oct < Format::OCTS; oct++)
+            most = max(most, max(max(octs[oct][0].x, octs[oct][0].y), max(octs[oct][0].z, octs[oct][0].w)));
+        return most;
     }
 
     // Between other instructions; columns without a token keep what they had, which nobody looks at.
@@ -712,7 +764,10 @@ struct FromColumns {
         const Bytes16* first = columns.from + at;
 #pragma unroll
         for (int oct = 0; oct < Format::OCTS; oct++) {
-            ::load_wanted(octs[oct][0], first + QUADS * 2 * oct, is_wanted && columns.is_there);
+            if (ARE_WORDS)
+                load_relaxed_wanted(octs[oct][0], first + QUADS * 2 * oct, is_wanted && columns.is_there);
+            else
+                ::load_wanted(octs[oct][0], first + QUADS * 2 * oct, is_wanted && columns.is_there);
             if (SETS > 1)
                 ::load_wanted(octs[oct][SETS - 1], first + QUADS * (2 * oct + 1), is_wanted && columns.is_there && columns.are_many);
         }

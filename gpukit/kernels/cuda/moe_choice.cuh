@@ -63,35 +63,6 @@ constexpr int FEW_SEGMENTS = HALF_COLUMNS * TOP + 1;
 // Warps that choose together: a thread has an expert.
 constexpr int EXPERT_WARPS = MOST_EXPERTS / 32;
 
-__device__ __forceinline__ Bytes16 load_relaxed(const Bytes16* address)
-{
-    Bytes16 v;
-    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address) : "memory");
-    return v;
-}
-
-__device__ __forceinline__ unsigned load_relaxed(const unsigned* address)
-{
-    unsigned v;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");
-    return v;
-}
-
-__device__ __forceinline__ void store_relaxed(unsigned* address, unsigned v)
-{
-    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(v) : "memory");
-}
-
-__device__ __forceinline__ int load_relaxed(const int* address)
-{
-    return static_cast<int>(load_relaxed(reinterpret_cast<const unsigned*>(address)));
-}
-
-__device__ __forceinline__ void store_relaxed(int* address, int v)
-{
-    store_relaxed(reinterpret_cast<unsigned*>(address), static_cast<unsigned>(v));
-}
-
 // The experts of a token, in the order of their ranks; in shared memory.
 struct Chosen {
     int ids[TOP];
@@ -222,6 +193,17 @@ __device__ __forceinline__ void wait_for_scores(const Groups* groups, int rows, 
 struct FewGroups {
     alignas(16) Segment each[FEW_SEGMENTS];
     int segments, shared_segments;
+    unsigned present;  // bit TOP * token: whether it has experts
+
+    // The same, a bit a token.
+    __device__ __forceinline__ uint64 tokens() const
+    {
+        uint64 bits = 0;
+#pragma unroll
+        for (int token = 0; token < HALF_COLUMNS; token++)
+            bits |= static_cast<uint64>(present >> TOP * token & 1) << token;
+        return bits;
+    }
 };
 
 // A warp groups few tokens; lane TOP * t + r has the expert of rank r of token t, or NO_EXPERT.
@@ -241,26 +223,13 @@ __device__ __forceinline__ void group_lanes(int id, bool has_shared, FewGroups& 
             begin_segment(groups.each, 0, __popc(present));
         groups.segments = shared_segments + __popc(firsts);
         groups.shared_segments = shared_segments;
+        groups.present = present;
     }
     __syncwarp();
     if (has_expert)
         put_route(groups.each[segment], __popc(same & below), token, rank);
     if (has_expert && rank == 0 && shared_segments)
         put_route(groups.each[0], __popc(present & below), token, TOP);
-}
-
-// Bring to shared memory what the launch in front has grouped, behind a wait for it.
-__device__ __forceinline__ void take_groups(const Groups* from, FewGroups& groups)
-{
-    constexpr int HALVES = 2 * FEW_SEGMENTS;
-    const Bytes16 half = __ldcg(reinterpret_cast<const Bytes16*>(from->each) + min(static_cast<int>(threadIdx.x), HALVES - 1));
-    const Bytes8 numbers = __ldcg(reinterpret_cast<const Bytes8*>(from));
-    if (threadIdx.x < HALVES)
-        reinterpret_cast<Bytes16*>(groups.each)[threadIdx.x] = half;
-    if (threadIdx.x == 0) {
-        groups.segments = numbers.x;
-        groups.shared_segments = numbers.y;
-    }
 }
 
 // A word of the choice, as soon as it is there.
@@ -310,19 +279,3 @@ struct ChosenScores {
             weights[TOP] = sigmoid(__uint_as_float(of_shared));
     }
 };
-
-// The groups of few tokens, in shared memory of every block, as soon as it is known what has been chosen.
-__device__ __forceinline__ void take_choices(const GateUp& call, FewGroups& groups)
-{
-    if (!call.has_choices) {
-        wait_for_predecessor();
-        take_groups(call.groups, groups);
-    } else if (threadIdx.x < 32) {
-        int id = NO_EXPERT;
-        if (threadIdx.x < call.tokens * TOP)
-            id = wait_for_choice(call.groups, threadIdx.x);
-        __syncwarp();
-        group_lanes(id, call.paths > TOP, groups);
-    }
-    __syncthreads();
-}

@@ -11,15 +11,19 @@
 // Batches of three sizes: most tokens, warps, each of which has units of its own, and their slots.
 struct ManyTokens {
     static constexpr int TOKENS = BATCH, WARPS = 8, SLOTS = 2;
+    static constexpr bool ARE_WORDS = false;
 };
 
-// Activations of a unit are half as many registers as those of more tokens.
+// Activations of a unit are half as many registers as those of more tokens, and words that are waited for.
+template <int SLOTS_OF_WARP>
 struct FewTokens {
-    static constexpr int TOKENS = HALF_COLUMNS, WARPS = 12, SLOTS = 2;
+    static constexpr int TOKENS = HALF_COLUMNS, WARPS = DOWN_WARPS, SLOTS = SLOTS_OF_WARP;
+    static constexpr bool ARE_WORDS = true;
 };
 
 struct OneToken {
     static constexpr int TOKENS = 1, WARPS = TOP + 1, SLOTS = 1;
+    static constexpr bool ARE_WORDS = false;
 };
 
 // Where a tile's planes are in its slot: what lies one behind the other in the bank.
@@ -72,7 +76,7 @@ __device__ __forceinline__ constexpr int slot_bytes()
 template <typename Batch, int SLOT_BYTES>
 struct SlotMemory {
     char slots[Batch::WARPS][Batch::SLOTS][SLOT_BYTES];
-    Segment segments[Batch::TOKENS > HALF_COLUMNS ? MOST_SEGMENTS : Batch::TOKENS * TOP + 1];
+    Segment segments[Batch::TOKENS > 1 ? MOST_SEGMENTS : TOP + 1];
     uint64 arrivals[Batch::WARPS][Batch::SLOTS];
 };
 
@@ -109,7 +113,7 @@ template <typename Format, typename Batch, int SLOT_BYTES>
 struct SlotStream {
     using Own = Slot<Format>;
     static constexpr int STEPS = Own::STEPS, WARPS = Batch::WARPS, SLOTS = Batch::SLOTS;
-    using Activations = FromColumns<Format, Batch::TOKENS <= HALF_COLUMNS ? 1 : 2>;
+    using Activations = FromColumns<Format, Batch::TOKENS <= HALF_COLUMNS ? 1 : 2, Batch::ARE_WORDS>;
     static_assert(Own::BYTES <= SLOT_BYTES, "a tile fits");
     const DownWork<Format>& work;
     const Segment* segments;
@@ -123,6 +127,12 @@ struct SlotStream {
 
     __device__ __forceinline__ SlotStream(const DownWork<Format>& work, SlotMemory<Batch, SLOT_BYTES>& memory, int end)
         : work(work), segments(memory.segments), slots(memory.slots[threadIdx.x >> 5]), arrivals(memory.arrivals[threadIdx.x >> 5]), end(end)
+    {
+    }
+
+    // With slots and barriers of this warp.
+    __device__ __forceinline__ SlotStream(const DownWork<Format>& work, const Segment* segments, char* slots, uint64* arrivals, int end)
+        : work(work), segments(segments), slots(reinterpret_cast<char (*)[SLOT_BYTES]>(slots)), arrivals(arrivals), end(end)
     {
     }
 
@@ -144,6 +154,29 @@ struct SlotStream {
         Own::ask(bank, segments[unit].expert * work.call.hidden + blockIdx.x * TILE, slots[slot], arrivals + slot);
     }
 
+    // Until all of a unit's activations are there.
+    __device__ __forceinline__ void wait_for_activations(const Place& place)
+    {
+        const auto are_missing = [&] {
+            unsigned most = 0;
+#pragma unroll
+            for (int step = 0; step < STEPS; step++)
+                most = max(most, taken[step].largest());
+            return __any_sync(~0u, most == NO_WORD);
+        };
+        while (are_missing()) {
+            const Columns columns = work.columns(place);
+            // Few bytes: what is written last.
+            FromColumns<Format, 1, true> last;
+            do
+                last.load(columns, (STEPS - 1) * LENGTH);
+            while (__any_sync(~0u, last.largest() == NO_WORD));
+#pragma unroll
+            for (int step = 0; step < STEPS; step++)
+                taken[step].load(columns, step * LENGTH);
+        }
+    }
+
     // A unit's sums, with the next one's activations on their way to where its own were.
     __device__ __forceinline__ void multiply(const Place& place, const Place& next, bool has_next, int slot, unsigned phase)
     {
@@ -151,6 +184,8 @@ struct SlotStream {
         const Columns columns = work.columns(next);
         const bool are_many = place.count() > HALF_COLUMNS;
         wait_for_phase(shared_address(arrivals + slot), phase);
+        if constexpr (Batch::ARE_WORDS)
+            wait_for_activations(place);
         const char* tile = slots[slot];
         float sums[SETS][4] = {};
         RowScales<Format, Format::HAS_SCALE ? STEPS : 0> scales[2];

@@ -223,12 +223,11 @@ struct GateUp {
     int64 shared_bytes;
     const char* ahead;
     int64 ahead_bytes;
-    // Of the batch, for kernels of few tokens. Their experts or, of one token, its scores of so many experts may be words that are waited for; else the
-    // batch is grouped in front. Tokens are there when a launch that waits for choices comes up, and when scores are.
-    int64 tokens;
-    bool has_choices, has_scores;
+    // Of one token: whether its scores of so many experts are words that are waited for, with which the token is there; else it is grouped in front.
+    bool has_scores;
     int experts;
     int64* signal;  // counts a token whose scores are not all numbers
+    int64 tokens;   // of few
 };
 
 // In shared memory: what the warps have of a unit's sums, and which unit is the next one, where a block has tickets.
@@ -240,8 +239,8 @@ struct alignas(16) GateUpTurn {
 
 // A unit is tiles of 8 gate and 8 up rows for a segment; GATE_WARPS warps have slices of the rows. With tickets, where sizes are the usual ones, a
 // block has its first two units, and behind them others as it comes for them, because multiprocessors get their bytes at different rates: each for a
-// ticket, which its first thread takes a unit before. IS_HERE: segments are in shared memory.
-template <typename Format, int SOME_TILES, bool SOME_TICKETS, bool IS_HERE = false>
+// ticket, which its first thread takes a unit before. IS_FEW: segments are in shared memory, and activations words that are waited for.
+template <typename Format, int SOME_TILES, bool SOME_TICKETS, bool IS_FEW = false>
 struct GateUpWork {
     template <typename Own>
     using Activations = AsTheyAre<Own>;
@@ -258,18 +257,23 @@ struct GateUpWork {
         const GateUp& call, const Banks& banks, int shared_segments, GateUpTurn<TILES>* turns, const Segment* segments = nullptr)
         : call(call), banks(banks), turns(turns), segments(segments), shared_segments(shared_segments)
     {
-        const int warp = threadIdx.x >> 5;
         all_steps = static_cast<int>(call.hidden) / Format::STEP;
-        begin = slice_begin<Format>(all_steps, warp, GATE_WARPS);
-        own_steps = slice_begin<Format>(all_steps, warp + 1, GATE_WARPS) - begin;
+        begin = slice_begin<Format>(all_steps, warp(), GATE_WARPS);
+        own_steps = slice_begin<Format>(all_steps, warp() + 1, GATE_WARPS) - begin;
         parity = 0;
+    }
+
+    // Of those that have a unit.
+    static __device__ __forceinline__ int warp()
+    {
+        return IS_FEW ? threadIdx.x / 32 % GATE_WARPS : threadIdx.x / 32;
     }
 
     __device__ __forceinline__ Place place(int unit) const
     {
         const int segment = call.tiles.quotient(unit), tile = unit - segment * static_cast<int>(call.tiles.value);
         const bool is_shared = segment < shared_segments;
-        return IS_HERE ? Place::here(segments[segment], is_shared, tile) : Place(call.groups->each + segment, is_shared, tile);
+        return IS_FEW ? Place::here(segments[segment], is_shared, tile) : Place(call.groups->each + segment, is_shared, tile);
     }
 
     // In steps from the beginning of the bank: of this lane's first row, and from there to its other ones.
@@ -293,17 +297,10 @@ struct GateUpWork {
     {
         own_steps = KNOWN_LENGTH / Format::STEP;
         all_steps = GATE_WARPS * own_steps;
-        begin = static_cast<int>(threadIdx.x >> 5) * own_steps;
+        begin = warp() * own_steps;
     }
 
-    // With segments here the launch in front need not have ended before. The one behind counts on what that has written.
-    __device__ __forceinline__ void wait() const
-    {
-        if (IS_HERE) {
-            wait_for_predecessor();
-            release_successor();
-        }
-    }
+    __device__ __forceinline__ void wait() const {}
 
     __device__ __forceinline__ int next_unit() const
     {
@@ -329,30 +326,41 @@ struct GateUpWork {
         return call.x + (route >> 4) * call.x_row + (begin * STEP_LENGTH + (threadIdx.x & 3)) * Format::OCTS;
     }
 
+    // From the sums of a row of a tile and a column.
+    __device__ __forceinline__ void put_activation(const Place& place, int route, int tile, int column, float gate, float up) const
+    {
+        const Handing handing((route & 15) == TOP ? call.shared_handing : call.handing);
+        const unsigned word = word_of_oct(silu(gate) * up, handing);
+        if (column < place.count()) {
+            unsigned* to = call.act + ((route >> 4) * call.paths + (route & 15)) * call.width + place_in_row(handing, place.tile * TILES + tile);
+            if (IS_FEW)
+                store_relaxed(to, word);
+            else
+                *to = word;
+        }
+    }
+
     __device__ __forceinline__ void finish(const Place& place, const float (&sums)[TILES][1][4])
     {
-        const int warp = threadIdx.x >> 5, line = (threadIdx.x & 31) >> 2, quad = threadIdx.x & 3;
+        const int line = (threadIdx.x & 31) >> 2, quad = threadIdx.x & 3;
         auto& own = turns[parity].sums;
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++) {
-            *reinterpret_cast<float2*>(&own[warp][tile * TILE + line][2 * quad]) = make_float2(sums[tile][0][0], sums[tile][0][1]);
-            *reinterpret_cast<float2*>(&own[warp][tile * TILE + line + 8][2 * quad]) = make_float2(sums[tile][0][2], sums[tile][0][3]);
+            *reinterpret_cast<float2*>(&own[warp()][tile * TILE + line][2 * quad]) = make_float2(sums[tile][0][0], sums[tile][0][1]);
+            *reinterpret_cast<float2*>(&own[warp()][tile * TILE + line + 8][2 * quad]) = make_float2(sums[tile][0][2], sums[tile][0][3]);
         }
         // A thread has a row of a tile and a column; the routes of columns are those of the lanes 4 * column.
         const int row = threadIdx.x % 8, tile = threadIdx.x / 8 % TILES, column = threadIdx.x / (8 * TILES);
         const int route = __shfl_sync(~0u, static_cast<int>(place.route), 4 * (column % COLUMNS));
         __syncthreads();
-        if (warp < 2 * TILES) {
+        if (warp() < 2 * TILES) {
             float gate = own[0][tile * TILE + row][column], up = own[0][tile * TILE + row + 8][column];
 #pragma unroll
             for (int other = 1; other < GATE_WARPS; other++) {
                 gate += own[other][tile * TILE + row][column];
                 up += own[other][tile * TILE + row + 8][column];
             }
-            const Handing handing((route & 15) == TOP ? call.shared_handing : call.handing);
-            const unsigned word = word_of_oct(silu(gate) * up, handing);
-            if (column < place.count())
-                call.act[((route >> 4) * call.paths + (route & 15)) * call.width + place_in_row(handing, place.tile * TILES + tile)] = word;
+            put_activation(place, route, tile, column, gate, up);
         }
         parity ^= 1;
     }
@@ -485,40 +493,56 @@ __device__ __forceinline__ DownStart down_start(const Down& call)
     return {static_cast<int>(header.x), static_cast<int>(header.y), header.z | static_cast<uint64>(header.w) << 32};
 }
 
-// What the sums are put together with: residuals, and what paths are multiplied by, unless that is there.
+// What the sums are put together with, on its way to a thread: residuals, and what paths are multiplied by, unless that is there.
+template <int THREADS, int TOKENS>
+struct DownRest {
+    static constexpr int EACH = (TOKENS * TILE + THREADS - 1) / THREADS;
+    int weights, rows;
+    float weight[EACH];
+    Bytes2 residual[EACH];
+
+    __device__ __forceinline__ explicit DownRest(const Down& call)
+    {
+        const int paths = static_cast<int>(call.paths);
+        weights = TOKENS == 1 && call.has_choice ? 0 : static_cast<int>(call.tokens) * paths;
+        rows = static_cast<int>(call.tokens) * TILE;
+#pragma unroll
+        for (int e = 0; e < EACH; e++) {
+            const int i = threadIdx.x + e * THREADS, token = i / paths, path = i - token * paths;
+            if (i < weights)
+                weight[e] = __ldcg(path < TOP ? call.alpha + token * TOP + path : call.shared_scale + token);
+            if (i < rows)
+                residual[e] = __ldcg(call.dest + i / TILE * call.dest_row + blockIdx.x * TILE + i % TILE);
+        }
+    }
+
+    __device__ __forceinline__ void put(DownMemory<TOKENS>& memory) const
+    {
+#pragma unroll
+        for (int e = 0; e < EACH; e++) {
+            const int i = threadIdx.x + e * THREADS;
+            if (i < weights)
+                memory.weights[i] = weight[e];
+            if (i < rows)
+                memory.residuals[i] = bf16_to_float(residual[e]);
+        }
+    }
+};
+
 template <int THREADS, int TOKENS>
 __device__ __forceinline__ void bring_residuals(const Down& call, DownMemory<TOKENS>& memory)
 {
-    constexpr int EACH = (TOKENS * TILE + THREADS - 1) / THREADS;
-    const int paths = static_cast<int>(call.paths), weights = TOKENS == 1 && call.has_choice ? 0 : static_cast<int>(call.tokens) * paths;
-    const int rows = static_cast<int>(call.tokens) * TILE;
-    float weight[EACH];
-    Bytes2 residual[EACH];
-#pragma unroll
-    for (int e = 0; e < EACH; e++) {
-        const int i = threadIdx.x + e * THREADS, token = i / paths, path = i - token * paths;
-        if (i < weights)
-            weight[e] = __ldcg(path < TOP ? call.alpha + token * TOP + path : call.shared_scale + token);
-        if (i < rows)
-            residual[e] = __ldcg(call.dest + i / TILE * call.dest_row + blockIdx.x * TILE + i % TILE);
-    }
-#pragma unroll
-    for (int e = 0; e < EACH; e++) {
-        const int i = threadIdx.x + e * THREADS;
-        if (i < weights)
-            memory.weights[i] = weight[e];
-        if (i < rows)
-            memory.residuals[i] = bf16_to_float(residual[e]);
-    }
+    DownRest<THREADS, TOKENS>(call).put(memory);
 }
 
-// The end of a block: what its warps have left in shared memory, put together for each token and row.
-template <int THREADS, int TOKENS>
+// The end of a block: what its warps have left in shared memory, put together for each token and row. RELEASES: if the next launch is not let go before.
+template <int THREADS, bool RELEASES = true, int TOKENS>
 __device__ __forceinline__ void put_together(const Down& call, const DownMemory<TOKENS>& memory, uint64 tokens)
 {
     const int paths = static_cast<int>(call.paths);
     wait_for_predecessor();
-    release_successor();
+    if (RELEASES)
+        release_successor();
     __syncthreads();
 #pragma unroll 1
     for (int i = threadIdx.x; i < call.tokens * TILE; i += THREADS) {

@@ -44,6 +44,11 @@ __device__ __forceinline__ void arrive_and_expect(unsigned barrier, unsigned byt
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+__device__ __forceinline__ void arrive(unsigned barrier)
+{
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 // Until the phase of that parity has ended.
 __device__ __forceinline__ void wait_for_phase(unsigned barrier, unsigned parity)
 {

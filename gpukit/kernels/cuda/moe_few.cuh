@@ -1,0 +1,455 @@
+// Few tokens, in the usual sizes: gate and up projections and down projections in one launch, for which a multiprocessor has one block. Groups of warps
+// have units of the gate and up projections, each for a claim of its own, in slots of shared memory; when there are none left, a slot's place is taken by
+// tiles of the down projections, so that weights are on their way all the time. Activations are words that are waited for. Whoever waits has nothing left
+// to claim: what it waits for is being done, whether or not all blocks are there.
+
+#pragma once
+
+#include "moe_gate_slots.cuh"
+#include "moe_slots.cuh"
+
+constexpr int FEW_GROUPS = DOWN_WARPS / GATE_WARPS;
+// Accesses of a token, and from one token to the next: those of a step with two octs that are read at once are in different banks.
+constexpr int TOKEN_LENGTH = GATE_WARPS * KNOWN_LENGTH / 8, TOKEN_PITCH = TOKEN_LENGTH + QUADS;
+
+// Where an oct of a token is: two octs of a lane make a step, in each of which those of quads lie side by side.
+__device__ __forceinline__ constexpr int place_of_oct(int oct)
+{
+    return oct / (2 * QUADS) * 2 * QUADS + oct % 2 * QUADS + oct % (2 * QUADS) / 2;
+}
+
+// A lane's octs of a step of its column's token, in shared memory in the order of a format, or of nibbles where the format takes bytes.
+template <typename Format, int STORED = NIBBLES>
+struct FromTokens {
+    static constexpr int SETS = 1;
+    static_assert(Format::ORDER == STORED || STORED == NIBBLES && Format::ORDER == BYTES, "one order is made of another");
+    const Bytes16* octs;
+
+    __device__ __forceinline__ void take(int oct, unsigned (&operands)[SETS][4]) const
+    {
+        take_vector(octs[QUADS * oct], operands[0]);
+        if (Format::ORDER != STORED) {
+            const unsigned a = operands[0][0], b = operands[0][1], c = operands[0][2], d = operands[0][3];
+            operands[0][0] = __byte_perm(a, c, 0x5410);
+            operands[0][1] = __byte_perm(b, d, 0x5410);
+            operands[0][2] = __byte_perm(a, c, 0x7632);
+            operands[0][3] = __byte_perm(b, d, 0x7632);
+        }
+    }
+};
+
+// The tokens in shared memory, in an order; so many warps bring them, of which this is thread `thread`.
+template <int WARPS, int ORDER>
+__device__ __forceinline__ void bring_tokens(const GateUp& call, int thread, Bytes16 (&tokens)[HALF_COLUMNS][TOKEN_PITCH])
+{
+    constexpr int APART = 32 * WARPS, ALL = HALF_COLUMNS * TOKEN_LENGTH, EACH = (ALL + APART - 1) / APART;
+    Bytes16 taken[EACH];
+    // Of fewer tokens the last again: without branches all loads are on their way at once. From the L2: the L1 may have what was there before.
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        const int at = thread + i * APART;
+        taken[i] = __ldcg(call.x + min(at / TOKEN_LENGTH, static_cast<int>(call.tokens) - 1) * call.x_row + at % TOKEN_LENGTH);
+    }
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        const int at = thread + i * APART;
+        if (ALL % APART == 0 || at < ALL)
+            tokens[at / TOKEN_LENGTH][place_of_oct(at % TOKEN_LENGTH)] = arranged<ORDER>(taken[i]);
+    }
+}
+
+// What the warps of a group have of a unit's sums, and a lane's part of what they are together: a row of the tile, and a column.
+struct FewSums {
+    alignas(16) float each[GATE_WARPS][TILE][HALF_COLUMNS];
+
+    __device__ __forceinline__ void put(int warp, const float (&sums)[4])
+    {
+        const int line = (threadIdx.x & 31) / 4, quad = threadIdx.x & 3;
+        if (2 * quad < HALF_COLUMNS) {
+            *reinterpret_cast<float2*>(&each[warp][line][2 * quad]) = make_float2(sums[0], sums[1]);
+            *reinterpret_cast<float2*>(&each[warp][line + 8][2 * quad]) = make_float2(sums[2], sums[3]);
+        }
+    }
+
+    __device__ __forceinline__ float2 take() const
+    {
+        const int row = threadIdx.x % 8, column = threadIdx.x % 32 / 8;
+        float gate = each[0][row][column], up = each[0][row + 8][column];
+#pragma unroll
+        for (int warp = 1; warp < GATE_WARPS; warp++) {
+            gate += each[warp][row][column];
+            up += each[warp][row + 8][column];
+        }
+        return make_float2(gate, up);
+    }
+};
+
+template <typename GateFormat, typename DownFormat, bool HAS_OTHER>
+struct FewMemory {
+    // Where there is room, tokens are here too.
+    static constexpr bool HAS_TOKENS = !IS_SAME<GateFormat, Wide>;
+    static constexpr int ORDER = GateFormat::ORDER;
+    static constexpr int GATE_BYTES = GateSlot<GateFormat, false>::BYTES, TILE_BYTES = Slot<DownFormat>::BYTES;
+    static constexpr int SLOT_BYTES = GATE_BYTES > GATE_WARPS * TILE_BYTES ? GATE_BYTES : GATE_WARPS * TILE_BYTES;
+    static constexpr int SLOTS = GateFormat::HAS_SCALE ? 2 : 1;
+    char slots[FEW_GROUPS][SLOTS][SLOT_BYTES];
+    // The first group's unit and the first warp's tile of the shared expert in eight bits.
+    char other_unit[HAS_OTHER ? GateSlot<Wide, false>::BYTES : 16];
+    char other_tile[HAS_OTHER ? Slot<Wide>::BYTES : 16];
+    uint64 gate_arrivals[FEW_GROUPS][SLOTS], down_arrivals[DOWN_WARPS][SLOTS], other_gate_arrival, other_down_arrival;
+    FewGroups groups;
+    FewSums sums_of_units[FEW_GROUPS][SLOTS];
+    // Which units are in the slots, and which come behind.
+    int units[FEW_GROUPS][SLOTS], later[FEW_GROUPS][SLOTS];
+    int first[FEW_GROUPS], other[2], warps_done;
+    DownMemory<HALF_COLUMNS> down;
+    Bytes16 tokens[HAS_TOKENS ? HALF_COLUMNS : 1][HAS_TOKENS ? TOKEN_PITCH : 1];
+};
+
+// So many units that nobody else has: the first of them, an answer that takes its time.
+__device__ __forceinline__ int claim(int* claims, int units)
+{
+    int first;
+    asm volatile("atom.global.relaxed.gpu.add.s32 %0, [%1], %2;" : "=r"(first) : "l"(claims), "r"(units) : "memory");
+    return first;
+}
+
+// Barriers of a group of GATE_WARPS warps, one for each slot and one more.
+constexpr int GROUP_BARRIERS = 3;
+
+__device__ __forceinline__ void meet_group(int group, int number)
+{
+    // The instruction is a whole warp's.
+    __syncwarp();
+    asm volatile("barrier.sync.aligned %0, %1;" ::"r"(1 + group * GROUP_BARRIERS + number), "n"(32 * GATE_WARPS) : "memory");
+}
+
+// The same without waiting.
+__device__ __forceinline__ void arrive_at_group(int group, int number)
+{
+    __syncwarp();
+    asm volatile("barrier.arrive.aligned %0, %1;" ::"r"(1 + group * GROUP_BARRIERS + number), "n"(32 * GATE_WARPS) : "memory");
+}
+
+// A warp's part of a group's units of the gate and up projections.
+template <typename Format, typename Memory>
+struct FewGateStream {
+    using Own = GateSlot<Format, false>;
+    using Work = GateUpWork<Format, 1, false, true>;
+    static constexpr bool HAS_TOKENS = Memory::HAS_TOKENS;
+    static constexpr int SLOTS = Memory::SLOTS, STEPS = Own::STEPS, LENGTH = Work::STEP_LENGTH * Format::OCTS;
+    Work work;
+    Memory& memory;
+    int group, warp;
+
+    __device__ __forceinline__ FewGateStream(const GateUp& call, const Banks& banks, Memory& memory)
+        : work(call, banks, memory.groups.shared_segments, nullptr, memory.groups.each), memory(memory), group(threadIdx.x / (32 * GATE_WARPS)),
+          warp(threadIdx.x / 32 % GATE_WARPS)
+    {
+        work.take_usual();
+    }
+
+    // Warps from one on, so many of them, ask for a unit beside each other.
+    template <int WARPS>
+    __device__ __forceinline__ void ask(int unit, const char* slot, const uint64* arrival, int first_warp) const
+    {
+        const int segment = work.call.tiles.quotient(unit), tile = unit - segment * static_cast<int>(work.call.tiles.value);
+        const Bank bank = choose(segment < work.shared_segments, work.banks.shared, work.banks.routed);
+        const int width = static_cast<int>(work.call.width);
+        const CachePolicy policy = policy_evict_first();
+        if (threadIdx.x % 32 == 0) {
+            if (warp == first_warp)
+                Own::expect(arrival);
+#pragma unroll
+            for (int copy = warp - first_warp; copy < Own::COPIES; copy += WARPS)
+                Own::ask(bank, work.segments[segment].expert, tile, width, slot, arrival, copy, policy);
+        }
+    }
+
+    // The slots' first units, and which they are.
+    __device__ __forceinline__ void ask_first(int first, int end) const
+    {
+        const bool is_first = threadIdx.x % (32 * GATE_WARPS) == 0;
+#pragma unroll
+        for (int slot = 0; slot < SLOTS; slot++) {
+            const uint64* arrival = memory.gate_arrivals[group] + slot;
+            if (is_first)
+                memory.units[group][slot] = first + slot;
+            if (first + slot < end)
+                ask<GATE_WARPS>(first + slot, memory.slots[group][slot], arrival, 0);
+            else if (is_first)
+                arrive(shared_address(arrival));
+        }
+    }
+
+    // Of this lane's column; those without a token have the first one's.
+    static __device__ __forceinline__ int route_of(const Place& place)
+    {
+        return __shfl_sync(~0u, static_cast<int>(place.route), place.has_token() ? threadIdx.x & 31 : 0);
+    }
+
+    // Where this lane's elements of its column's token begin, in memory or in shared memory.
+    __device__ __forceinline__ const Bytes16* token_of(const Place& place) const
+    {
+        const int route = route_of(place);
+        if (HAS_TOKENS)
+            return memory.tokens[route >> 4] + warp * KNOWN_LENGTH / 8 + place_of_oct(Format::OCTS * (threadIdx.x & 3));
+        return work.activations(route);
+    }
+
+    // The sums of a unit that is there.
+    __device__ __forceinline__ void multiply(const Place& place, const char* slot, float (&sums)[1][1][4]) const
+    {
+        const Bytes16* token = token_of(place);
+        AsTheyAre<Format> taken[HAS_TOKENS ? 1 : STEPS];
+        if constexpr (!HAS_TOKENS)
+#pragma unroll
+            for (int step = 0; step < STEPS; step++)
+                taken[step].load_in_order(token + step * LENGTH);
+        RowScales<Format, Format::HAS_SCALE ? STEPS : 0> scales[2];
+        const int line = (threadIdx.x & 31) / 4;
+        scales[0].take_all(Own::scales(slot, line, warp));
+        scales[1].take_all(Own::scales(slot, line + Own::HALF, warp));
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+            typename Format::Raw held[2];
+            Own::take(slot, step, held);
+            scales[0].take(held[0], step);
+            scales[1].take(held[1], step);
+            if constexpr (HAS_TOKENS)
+                multiply_step<Format>(sums[0], held[0], held[1], FromTokens<Format, Memory::ORDER>{token + place_of_oct(Format::OCTS * QUADS * step)});
+            else
+                multiply_step<Format>(sums[0], held[0], held[1], taken[step]);
+        }
+    }
+
+    // A warp hands activations on; the routes of columns are those of the lanes 4 * column.
+    __device__ __forceinline__ void put_together(const Place& place, float2 sums) const
+    {
+        const int column = threadIdx.x % 32 / 8;
+        work.put_activation(place, __shfl_sync(~0u, static_cast<int>(place.route), 4 * column), 0, column, sums.x, sums.y);
+    }
+
+    // All units of the group, from those on that its slots have, of which this is the first. A warp in turn puts a unit together, and asks for what comes
+    // to its slot next, while the others go on. Whoever asks for a unit claims the one behind it in the slot, because an answer takes as long as a unit,
+    // and hands it on when all meet next. Where nothing comes any more, `ask_down` has a place in the slot.
+    template <typename AskDown>
+    __device__ __forceinline__ void run(int begin, int end, int first, const AskDown& ask_down) const
+    {
+        int* claims = const_cast<Groups*>(work.call.groups)->claims;
+        int(&units)[SLOTS] = memory.units[group];
+        const int lane = threadIdx.x & 31;
+        int claimed = 0, claimed_slot = SLOTS;
+        if (lane == 0 && warp < SLOTS && first + warp < end) {
+            claimed = begin + claim(claims, 1);
+            claimed_slot = warp;
+        }
+        // Slots that nothing comes to any more, as bits.
+        unsigned ended = 0;
+#pragma unroll 1
+        for (int number = 0; ended != (1 << SLOTS) - 1; number++) {
+            const int slot = number % SLOTS;
+            if (ended >> slot & 1)
+                continue;
+            const char* own = memory.slots[group][slot];
+            const unsigned arrival = shared_address(memory.gate_arrivals[group] + slot);
+            wait_for_phase(arrival, number / SLOTS & 1);
+            const int unit = units[slot];
+            if (unit >= end) {
+                ask_down(slot);
+                ended |= 1u << slot;
+                continue;
+            }
+            const Place place = work.place(unit);
+            FewSums& sums_of_unit = memory.sums_of_units[group][slot];
+            float sums[1][1][4] = {};
+            multiply(place, own, sums);
+            sums_of_unit.put(warp, sums[0][0]);
+            if (claimed_slot < SLOTS) {
+                memory.later[group][claimed_slot] = claimed;
+                claimed_slot = SLOTS;
+            }
+            if (number % GATE_WARPS != warp) {
+                arrive_at_group(group, slot);
+                continue;
+            }
+            meet_group(group, slot);
+            // All are done with the slot, and this warp with their sums before it says what comes next.
+            const float2 all = sums_of_unit.take();
+            __syncwarp();
+            if (lane == 0) {
+                const int later = memory.later[group][slot];
+                units[slot] = later;
+                if (later < end) {
+                    ask<1>(later, own, memory.gate_arrivals[group] + slot, warp);
+                    claimed = begin + claim(claims, 1);
+                    claimed_slot = slot;
+                } else {
+                    arrive(arrival);
+                }
+            }
+            put_together(place, all);
+        }
+    }
+};
+
+// A thread asks for a unit of the shared expert in another format.
+template <typename Memory>
+__device__ __forceinline__ void ask_for_other_unit(const Banks& banks, Memory& memory, int unit)
+{
+    using Own = GateSlot<Wide, false>;
+    const CachePolicy policy = policy_evict_first();
+    Own::expect(&memory.other_gate_arrival);
+#pragma unroll
+    for (int copy = 0; copy < Own::COPIES; copy++)
+        Own::ask(banks.shared, 0, unit, KNOWN_LENGTH, memory.other_unit, &memory.other_gate_arrival, copy, policy);
+}
+
+// The first group's units of that, the first of which is on its way before it is known whether anybody needs it.
+template <typename Memory>
+__device__ __forceinline__ void run_other_units(const GateUp& call, const Banks& banks, Memory& memory, int unit)
+{
+    const FewGateStream<Wide, Memory> stream(call, banks, memory);
+    const int end = static_cast<int>(call.tiles.value);
+    const bool is_needed = memory.groups.shared_segments > 0;
+    unsigned phase = 0;
+#pragma unroll 1
+    for (; unit < end; phase ^= 1) {
+        wait_for_phase(shared_address(&memory.other_gate_arrival), phase);
+        if (!is_needed)
+            return;
+        const Place place = stream.work.place(unit);
+        FewSums& sums_of_unit = memory.sums_of_units[0][0];
+        float sums[1][1][4] = {};
+        stream.multiply(place, memory.other_unit, sums);
+        sums_of_unit.put(stream.warp, sums[0][0]);
+        if (threadIdx.x == 0)
+            memory.other[phase ^ 1] = claim(const_cast<Groups*>(call.groups)->claims + 1, 1);
+        meet_group(0, GROUP_BARRIERS - 1);
+        unit = memory.other[phase ^ 1];
+        if (threadIdx.x == 0 && unit < end)
+            ask_for_other_unit(banks, memory, unit);
+        if (threadIdx.x < 32)
+            stream.put_together(place, sums_of_unit.take());
+        meet_group(0, GROUP_BARRIERS - 1);
+    }
+}
+
+// What a block of few tokens does: its tile of the down projections, if it has one, and what of the shared expert is in another format.
+struct FewParts {
+    bool has_shared, has_tile, has_other_units, has_other_tile;
+    int tiles;  // of a segment of the gate and up projections
+
+    __device__ __forceinline__ FewParts(const GateUp& gate, const Down& down, bool is_gate_other, bool is_down_other)
+        : has_shared(gate.paths > TOP), has_tile(static_cast<int>(blockIdx.x) < static_cast<int>(down.hidden) / TILE),
+          has_other_units(is_gate_other && has_shared), has_other_tile(is_down_other && has_shared && has_tile), tiles(static_cast<int>(gate.tiles.value))
+    {
+    }
+};
+
+// What a block needs before its first unit: the groups, tokens, barriers, and a first claim for each group. Warps are each for themselves: answers take
+// their time where other blocks already have as much as fits on its way.
+template <bool HAS_OTHER, typename Memory>
+__device__ __forceinline__ void begin_few(const GateUp& gate, const Banks& gate_banks, const Banks& down_banks, const FewParts& parts, Memory& memory)
+{
+    constexpr int BARRIERS = (FEW_GROUPS + DOWN_WARPS) * Memory::SLOTS, TOKEN_WARPS = DOWN_WARPS - 2;
+    const int warp = threadIdx.x / 32;
+    int* claims = const_cast<Groups*>(gate.groups)->claims;
+    if (warp == 0) {
+        const int lane = threadIdx.x;
+        int id = NO_EXPERT;
+        if (lane < gate.tokens * TOP)
+            id = wait_for_choice(gate.groups, lane);
+        __syncwarp();
+        group_lanes(id, parts.has_shared, memory.groups);
+    } else if (warp == DOWN_WARPS - 1) {
+        // What hangs on no choice.
+        if (HAS_OTHER && threadIdx.x % 32 == 0) {
+            init_barrier(shared_address(&memory.other_gate_arrival), 1);
+            init_barrier(shared_address(&memory.other_down_arrival), 1);
+            fence_for_copies();
+            if (parts.has_other_tile)
+                Slot<Wide>::ask(down_banks.shared, blockIdx.x * TILE, memory.other_tile, &memory.other_down_arrival);
+            const int other = parts.has_other_units ? claim(claims + 1, 1) : parts.tiles;
+            memory.other[0] = other;
+            if (other < parts.tiles)
+                ask_for_other_unit(gate_banks, memory, other);
+        }
+    } else {
+        const int thread = threadIdx.x - 32;
+        int first = 0;
+        if (thread < FEW_GROUPS)
+            first = claim(claims, Memory::SLOTS);
+        if (thread < BARRIERS)
+            init_barrier(shared_address(memory.gate_arrivals[0] + thread), 1);
+        if (thread == 0)
+            memory.warps_done = 0;
+        fence_for_copies();
+        if constexpr (Memory::HAS_TOKENS)
+            bring_tokens<TOKEN_WARPS, Memory::ORDER>(gate, thread, memory.tokens);
+        if (thread < FEW_GROUPS)
+            memory.first[thread] = first;
+    }
+    prefetch_all(gate_banks.shared.base, gate.shared_bytes);
+    prefetch_all(gate.ahead, gate.ahead_bytes);
+    __syncthreads();
+}
+
+template <typename GateFormat, typename DownFormat, bool HAS_OTHER>
+__device__ __forceinline__ void run_experts_few(
+    const GateUp& gate, const Down& down, const Banks& gate_banks, const Banks& down_banks, bool is_gate_other, bool is_down_other)
+{
+#if __CUDA_ARCH__ == 900
+    constexpr int THREADS = 32 * DOWN_WARPS;
+    extern __shared__ __align__(128) char dynamic[];
+    using Memory = FewMemory<GateFormat, DownFormat, HAS_OTHER>;
+    Memory& memory = *reinterpret_cast<Memory*>(dynamic);
+    const FewParts parts(gate, down, HAS_OTHER && is_gate_other, HAS_OTHER && is_down_other);
+    const int warp = threadIdx.x / 32, group = warp / GATE_WARPS;
+    begin_few<HAS_OTHER>(gate, gate_banks, down_banks, parts, memory);
+    const int segments = memory.groups.segments, shared_segments = memory.groups.shared_segments;
+    // Units of the shared expert in another format are apart.
+    const int begin = parts.has_other_units ? shared_segments * parts.tiles : 0, end = segments * parts.tiles, first = begin + memory.first[group];
+    const FewGateStream<GateFormat, Memory> gates(gate, gate_banks, memory);
+    gates.ask_first(first, end);
+    // Activations of the launch in front of routing have been read, when that has ended.
+    wait_for_predecessor();
+    const DownRest<THREADS, HALF_COLUMNS> rest(down);
+    if constexpr (HAS_OTHER)
+        if (group == 0 && parts.has_other_units)
+            run_other_units(gate, gate_banks, memory, memory.other[0]);
+    // A warp's tiles of the down projections, of which the first one's first may be in another format.
+    const bool is_other = HAS_OTHER && parts.has_other_tile && warp == 0;
+    const int first_tile = is_other ? DOWN_WARPS : warp;
+    const DownWork<DownFormat> work(down, down_banks, shared_segments, memory.down.sums_of_paths);
+    SlotStream<DownFormat, FewTokens<Memory::SLOTS>, Memory::SLOT_BYTES> stream(
+        work, memory.groups.each, memory.slots[group][0] + warp % GATE_WARPS * Memory::TILE_BYTES, memory.down_arrivals[warp],
+        parts.has_tile ? segments : 0);
+    int asked = 0, first_slot = 0;
+    gates.run(begin, end, first, [&](int slot) {
+        if (asked == 0)
+            first_slot = slot;
+        stream.ask(first_tile + asked * DOWN_WARPS, slot);
+        asked++;
+    });
+    // The next launch takes back claims, and what has been chosen: all have what they want.
+    if (threadIdx.x % 32 == 0 && atomicAdd(&memory.warps_done, 1) == DOWN_WARPS - 1)
+        release_successor();
+    if (!parts.has_tile)
+        return;
+    rest.put(memory.down);
+    if constexpr (HAS_OTHER)
+        if (is_other) {
+            const DownWork<Wide> other_work(down, down_banks, shared_segments, memory.down.sums_of_paths);
+            SlotStream<Wide, FewTokens<1>, Slot<Wide>::BYTES> other_stream(
+                other_work, memory.groups.each, memory.other_tile, &memory.other_down_arrival, shared_segments);
+            other_stream.take(0);
+            other_stream.go_on(0, 0, 0);
+            // Whether or not somebody needs it.
+            wait_for_phase(shared_address(&memory.other_down_arrival), 0);
+        }
+    stream.take(first_tile);
+    stream.go_on(first_tile, first_slot, 0);
+    put_together<THREADS, false>(down, memory.down, memory.groups.tokens());
+#endif
+}
