@@ -224,7 +224,7 @@ struct FewGateStream {
     }
 
     // A warp hands activations on; the routes of columns are those of the lanes 4 * column.
-    __device__ __forceinline__ void put_together(const Place& place, float2 sums) const
+    __device__ __forceinline__ void hand_on(const Place& place, float2 sums) const
     {
         const int column = threadIdx.x % 32 / 8;
         work.put_activation(place, __shfl_sync(~0u, static_cast<int>(place.route), 4 * column), 0, column, sums.x, sums.y);
@@ -288,7 +288,7 @@ struct FewGateStream {
                     arrive(arrival);
                 }
             }
-            put_together(place, all);
+            hand_on(place, all);
         }
     }
 };
@@ -330,7 +330,7 @@ __device__ __forceinline__ void run_other_units(const GateUp& call, const Banks&
         if (threadIdx.x == 0 && unit < end)
             ask_for_other_unit(banks, memory, unit);
         if (threadIdx.x < 32)
-            stream.put_together(place, sums_of_unit.take());
+            stream.hand_on(place, sums_of_unit.take());
         meet_group(0, GROUP_BARRIERS - 1);
     }
 }
