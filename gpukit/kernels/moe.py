@@ -407,9 +407,9 @@ def sparse_moe(
     and grouping; `gate_up`; `down_add`; the first two are one where they are in `route`. All of them may overlap (`gpukit.launch.overlapping`):
     weights are on their way before launches in front have ended, none of which may write them. In the tuned sizes (H of 2,048 and I of 512,
     capability 9.0) the experts of up to four tokens come up before it is known what is chosen and wait for it, so that no launch has to end in
-    between: of one token in three launches, of two to four, where both banks are in one format or q4 and q5, in two, the second having both
-    projections. Its blocks wait for each other's activations, but never for blocks that are not there. A token's result has the same bits whatever is
-    beside it, within a schedule.
+    between: of one token in three launches, of two to four in two, the second having both projections, where both banks are in bf16, fp8, q6 or w8,
+    or one in q4 and one in q5. Its blocks wait for each other's activations, but never for blocks that are not there. A token's result has the same
+    bits whatever is beside it, within a schedule.
 
     "prefill" groups all tokens by expert (select and count, scan, gather), runs two grouped products on tensor cores, and adds each token's rows:
     seven launches, see `prefill_reduce`. As in "decode", activations go to the tensor cores as two bfloat16 numbers that keep 16 bits of them: one

@@ -414,7 +414,7 @@ __device__ __forceinline__ void run_experts_few(
     gates.ask_first(first, end);
     // Activations of the launch in front of routing have been read, when that has ended.
     wait_for_predecessor();
-    const DownRest<THREADS, HALF_COLUMNS> rest(down);
+    const DownRest<THREADS, HALF_COLUMNS> rest(down, parts.has_tile);
     if constexpr (HAS_OTHER)
         if (group == 0 && parts.has_other_units)
             run_other_units(gate, gate_banks, memory, memory.other[0]);

@@ -501,11 +501,11 @@ struct DownRest {
     float weight[EACH];
     Bytes2 residual[EACH];
 
-    __device__ __forceinline__ explicit DownRest(const Down& call)
+    __device__ __forceinline__ explicit DownRest(const Down& call, bool has_tile = true)
     {
         const int paths = static_cast<int>(call.paths);
         weights = TOKENS == 1 && call.has_choice ? 0 : static_cast<int>(call.tokens) * paths;
-        rows = static_cast<int>(call.tokens) * TILE;
+        rows = has_tile ? static_cast<int>(call.tokens) * TILE : 0;
 #pragma unroll
         for (int e = 0; e < EACH; e++) {
             const int i = threadIdx.x + e * THREADS, token = i / paths, path = i - token * paths;
