@@ -87,6 +87,23 @@ constexpr bool IS_SAME = false;
 template <class Type>
 constexpr bool IS_SAME<Type, Type> = true;
 
+// So many threads of a block meet at one of its barriers, of which the first is that of all threads.
+template <int THREADS>
+__device__ __forceinline__ void meet(int barrier)
+{
+    // The instruction is a whole warp's, and lanes may come from branches of their own.
+    __syncwarp();
+    asm volatile("barrier.sync.aligned %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
+}
+
+// The same without waiting for the others.
+template <int THREADS>
+__device__ __forceinline__ void arrive_to_meet(int barrier)
+{
+    __syncwarp();
+    asm volatile("barrier.arrive.aligned %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
+}
+
 __device__ __forceinline__ unsigned shared_address(const void* at)
 {
     return static_cast<unsigned>(__cvta_generic_to_shared(at));

@@ -468,13 +468,6 @@ __device__ __forceinline__ void send_scores(RouteMemory& memory, int part, int f
     }
 }
 
-__device__ __forceinline__ void wait_for_grouping_warps()
-{
-    // The instruction is a whole warp's, and lanes come from branches of their own.
-    __syncwarp();
-    asm volatile("barrier.sync.aligned 1, %0;" ::"n"(32 * GROUPING_WARPS) : "memory");
-}
-
 // A warp groups a batch of one token: its experts as they stand.
 __device__ __forceinline__ void group_one(const RouteMemory& memory, bool has_shared, Groups* groups)
 {
@@ -498,7 +491,7 @@ __device__ __forceinline__ void group_few(RouteMemory& memory, bool has_shared, 
         if (id >= 0 && rank == 0)
             atomicOr(&memory.ranks[MOST_EXPERTS][token / 8], 8u << 4 * (token % 8));
     }
-    wait_for_grouping_warps();
+    meet<32 * GROUPING_WARPS>(1);
     constexpr uint64 FLAGS = 0x8888888888888888ull;
     const auto ranks_of = [&](int expert) { return memory.ranks[expert][0] | static_cast<uint64>(memory.ranks[expert][1]) << 32; };
     const uint64 present = ranks_of(MOST_EXPERTS) & FLAGS, ranks = warp < EXPERT_WARPS ? ranks_of(threadIdx.x) : 0;
@@ -509,7 +502,7 @@ __device__ __forceinline__ void group_few(RouteMemory& memory, bool has_shared, 
     const int in_front = sum_in_front<2>(segments, total);
     if (lane == 0)
         memory.totals[warp] = total;
-    wait_for_grouping_warps();
+    meet<32 * GROUPING_WARPS>(1);
     const int begin = shared_segments + in_front + __reduce_add_sync(~0u, lane < warp ? memory.totals[lane] : 0);
     if (warp < EXPERT_WARPS) {
 #pragma unroll 1

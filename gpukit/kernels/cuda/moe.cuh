@@ -199,6 +199,14 @@ __device__ __forceinline__ void load_relaxed_wanted(Bytes16& v, const Bytes16* a
                  : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(address), "r"(static_cast<int>(is_wanted)) : "memory");
 }
 
+// So many numbers that nobody else has: the first of them, an answer that takes its time.
+__device__ __forceinline__ int claim(int* next, int numbers)
+{
+    int first;
+    asm volatile("atom.global.relaxed.gpu.add.s32 %0, [%1], %2;" : "=r"(first) : "l"(next), "r"(numbers) : "memory");
+    return first;
+}
+
 __device__ __forceinline__ void prefetch_line(const char* address)
 {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
@@ -729,10 +737,9 @@ struct Columns {
 };
 
 // SETS: 2, of which the second is there for many tokens, or 1, where there are never many. ARE_WORDS: others write them meanwhile.
-template <typename Format, int SOME_SETS, bool WORDS = false>
+template <typename Format, int SOME_SETS, bool ARE_WORDS = false>
 struct FromColumns {
     static constexpr int SETS = SOME_SETS;
-    static constexpr bool ARE_WORDS = WORDS;
     static constexpr bool IS_SECOND_FOR_MANY = true;
     Bytes16 octs[Format::OCTS][SETS];
 

@@ -8,7 +8,7 @@
 #include "moe_gate_slots.cuh"
 #include "moe_slots.cuh"
 
-constexpr int FEW_GROUPS = DOWN_WARPS / GATE_WARPS;
+constexpr int FEW_GROUPS = DOWN_WARPS / GATE_WARPS, GROUP_THREADS = 32 * GATE_WARPS;
 // Accesses of a token, and from one token to the next: those of a step with two octs that are read at once are in different banks.
 constexpr int TOKEN_LENGTH = GATE_WARPS * KNOWN_LENGTH / 8, TOKEN_PITCH = TOKEN_LENGTH + QUADS;
 
@@ -19,7 +19,7 @@ __device__ __forceinline__ constexpr int place_of_oct(int oct)
 }
 
 // A lane's octs of a step of its column's token, in shared memory in the order of a format, or of nibbles where the format takes bytes.
-template <typename Format, int STORED = NIBBLES>
+template <typename Format, int STORED>
 struct FromTokens {
     static constexpr int SETS = 1;
     static_assert(Format::ORDER == STORED || STORED == NIBBLES && Format::ORDER == BYTES, "one order is made of another");
@@ -106,29 +106,12 @@ struct FewMemory {
     Bytes16 tokens[HAS_TOKENS ? HALF_COLUMNS : 1][HAS_TOKENS ? TOKEN_PITCH : 1];
 };
 
-// So many units that nobody else has: the first of them, an answer that takes its time.
-__device__ __forceinline__ int claim(int* claims, int units)
-{
-    int first;
-    asm volatile("atom.global.relaxed.gpu.add.s32 %0, [%1], %2;" : "=r"(first) : "l"(claims), "r"(units) : "memory");
-    return first;
-}
+// The barriers of a group: one for each slot, and the last one for what the first group has besides.
+constexpr int GROUP_BARRIERS = 3, LAST_BARRIER = GROUP_BARRIERS - 1;
 
-// Barriers of a group of GATE_WARPS warps, one for each slot and one more.
-constexpr int GROUP_BARRIERS = 3;
-
-__device__ __forceinline__ void meet_group(int group, int number)
+__device__ __forceinline__ constexpr int barrier_of(int group, int number)
 {
-    // The instruction is a whole warp's.
-    __syncwarp();
-    asm volatile("barrier.sync.aligned %0, %1;" ::"r"(1 + group * GROUP_BARRIERS + number), "n"(32 * GATE_WARPS) : "memory");
-}
-
-// The same without waiting.
-__device__ __forceinline__ void arrive_at_group(int group, int number)
-{
-    __syncwarp();
-    asm volatile("barrier.arrive.aligned %0, %1;" ::"r"(1 + group * GROUP_BARRIERS + number), "n"(32 * GATE_WARPS) : "memory");
+    return 1 + group * GROUP_BARRIERS + number;
 }
 
 // A warp's part of a group's units of the gate and up projections.
@@ -143,8 +126,8 @@ struct FewGateStream {
     int group, warp;
 
     __device__ __forceinline__ FewGateStream(const GateUp& call, const Banks& banks, Memory& memory)
-        : work(call, banks, memory.groups.shared_segments, nullptr, memory.groups.each), memory(memory), group(threadIdx.x / (32 * GATE_WARPS)),
-          warp(threadIdx.x / 32 % GATE_WARPS)
+        : work(call, banks, memory.groups.shared_segments, nullptr, memory.groups.each), memory(memory), group(threadIdx.x / GROUP_THREADS),
+          warp(Work::warp())
     {
         work.take_usual();
     }
@@ -169,7 +152,7 @@ struct FewGateStream {
     // The slots' first units, and which they are.
     __device__ __forceinline__ void ask_first(int first, int end) const
     {
-        const bool is_first = threadIdx.x % (32 * GATE_WARPS) == 0;
+        const bool is_first = threadIdx.x % GROUP_THREADS == 0;
 #pragma unroll
         for (int slot = 0; slot < SLOTS; slot++) {
             const uint64* arrival = memory.gate_arrivals[group] + slot;
@@ -270,10 +253,10 @@ struct FewGateStream {
                 claimed_slot = SLOTS;
             }
             if (number % GATE_WARPS != warp) {
-                arrive_at_group(group, slot);
+                arrive_to_meet<GROUP_THREADS>(barrier_of(group, slot));
                 continue;
             }
-            meet_group(group, slot);
+            meet<GROUP_THREADS>(barrier_of(group, slot));
             // All are done with the slot, and this warp with their sums before it says what comes next.
             const float2 all = sums_of_unit.take();
             __syncwarp();
@@ -325,13 +308,13 @@ __device__ __forceinline__ void run_other_units(const GateUp& call, const Banks&
         sums_of_unit.put(stream.warp, sums[0][0]);
         if (threadIdx.x == 0)
             memory.other[phase ^ 1] = claim(const_cast<Groups*>(call.groups)->claims + 1, 1);
-        meet_group(0, GROUP_BARRIERS - 1);
+        meet<GROUP_THREADS>(barrier_of(0, LAST_BARRIER));
         unit = memory.other[phase ^ 1];
         if (threadIdx.x == 0 && unit < end)
             ask_for_other_unit(banks, memory, unit);
         if (threadIdx.x < 32)
             stream.hand_on(place, sums_of_unit.take());
-        meet_group(0, GROUP_BARRIERS - 1);
+        meet<GROUP_THREADS>(barrier_of(0, LAST_BARRIER));
     }
 }
 

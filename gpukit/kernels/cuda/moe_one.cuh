@@ -140,8 +140,7 @@ struct GateOneStream {
 
     static __device__ __forceinline__ void meet_group()
     {
-        __syncwarp();
-        asm volatile("barrier.sync.aligned %0, %1;" ::"r"(group() + 1), "n"(32 * Group::WARPS) : "memory");
+        meet<32 * Group::WARPS>(1 + group());
     }
 
     // Where products of a step and a row are: in place of weights of the first rows, which have been read.

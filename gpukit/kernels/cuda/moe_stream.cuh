@@ -309,9 +309,8 @@ struct GateUpWork {
 
     __device__ __forceinline__ void take_ticket()
     {
-        int* tickets = &const_cast<Groups*>(call.groups)->tickets;
         if (threadIdx.x == 0)
-            asm volatile("atom.global.relaxed.gpu.add.s32 %0, [%1], 1;" : "=r"(ticket) : "l"(tickets) : "memory");
+            ticket = claim(&const_cast<Groups*>(call.groups)->tickets, 1);
     }
 
     // All know it behind the barrier of `finish`. So many blocks have the first units, two each.
