@@ -141,13 +141,14 @@ _DOWN_SLOTS = {
 
 def experts_few_bytes(gate_up: str, down: str) -> int:
     """sizeof(FewMemory): slots, a unit and a tile in eight bits, barriers, groups, sums of units, who has what, sums of paths, and tokens."""
-    slots, slot = 1 if gate_up == "bf16" else 2, max(_tile_bytes(gate_up, USUAL_HIDDEN), GATE_WARPS * _tile_bytes(down, USUAL_WIDTH))
+    slots = 1 if gate_up == "bf16" or gate_up in _BYTES else 2
+    slot = max(_tile_bytes(gate_up, USUAL_HIDDEN), GATE_WARPS * _tile_bytes(down, USUAL_WIDTH))
     others = _tile_bytes("w8", USUAL_HIDDEN) + _tile_bytes("w8", USUAL_WIDTH) if may_have_other(gate_up) else 2 * 16
     barriers = 8 * ((GATE_GROUPS + DOWN_WARPS) * slots + 2)
     sums = GATE_GROUPS * slots * GATE_WARPS * _TILE * FEW_TOKENS * 4
     paths = FEW_TOKENS * (TOP + 1)
     numbers = 4 * (GATE_GROUPS * (2 * slots + 1) + 3 + paths * (_TILE + 1) + FEW_TOKENS * _TILE)
-    tokens = 16 if gate_up == "w8" else FEW_TOKENS * (2 * USUAL_HIDDEN + 64)
+    tokens = FEW_TOKENS * (2 * USUAL_HIDDEN + 64)
     parts = GATE_GROUPS * slots * slot, others, barriers, FEW_SEGMENTS * _SEGMENT_BYTES + 16, sums, numbers, tokens
     return sum(-(-part // 16) * 16 for part in parts)
 

@@ -82,11 +82,6 @@ struct Choice<false, First, Second> {
     using type = Second;
 };
 
-template <class First, class Second>
-constexpr bool IS_SAME = false;
-template <class Type>
-constexpr bool IS_SAME<Type, Type> = true;
-
 // So many threads of a block meet at one of its barriers, of which the first is that of all threads.
 template <int THREADS>
 __device__ __forceinline__ void meet(int barrier)

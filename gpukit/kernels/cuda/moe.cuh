@@ -682,14 +682,6 @@ struct AsTheyAre {
             octs[oct] = is_there ? from[oct] : Bytes16{};
     }
 
-    // All columns', as in FromColumns.
-    __device__ __forceinline__ void load_in_order(const Bytes16* from)
-    {
-#pragma unroll
-        for (int oct = 0; oct < Format::OCTS; oct++)
-            octs[oct] = ::load_in_order(from + oct);
-    }
-
     __device__ __forceinline__ void load_wanted(const Bytes16* from, bool is_wanted)
     {
 #pragma unroll

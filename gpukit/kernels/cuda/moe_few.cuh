@@ -86,12 +86,11 @@ struct FewSums {
 
 template <typename GateFormat, typename DownFormat, bool HAS_OTHER>
 struct FewMemory {
-    // Where there is room, tokens are here too.
-    static constexpr bool HAS_TOKENS = !IS_SAME<GateFormat, Wide>;
     static constexpr int ORDER = GateFormat::ORDER;
     static constexpr int GATE_BYTES = GateSlot<GateFormat, false>::BYTES, TILE_BYTES = Slot<DownFormat>::BYTES;
     static constexpr int SLOT_BYTES = GATE_BYTES > GATE_WARPS * TILE_BYTES ? GATE_BYTES : GATE_WARPS * TILE_BYTES;
-    static constexpr int SLOTS = GateFormat::HAS_SCALE ? 2 : 1;
+    // Of a group: two where a unit is small. More on its way than memory takes to answer only makes multiprocessors end at different times.
+    static constexpr int SLOTS = GateFormat::HAS_SCALE && ORDER != BYTES ? 2 : 1;
     char slots[FEW_GROUPS][SLOTS][SLOT_BYTES];
     // The first group's unit and the first warp's tile of the shared expert in eight bits.
     char other_unit[HAS_OTHER ? GateSlot<Wide, false>::BYTES : 16];
@@ -103,7 +102,7 @@ struct FewMemory {
     int units[FEW_GROUPS][SLOTS], later[FEW_GROUPS][SLOTS];
     int first[FEW_GROUPS], other[2], warps_done;
     DownMemory<HALF_COLUMNS> down;
-    Bytes16 tokens[HAS_TOKENS ? HALF_COLUMNS : 1][HAS_TOKENS ? TOKEN_PITCH : 1];
+    Bytes16 tokens[HALF_COLUMNS][TOKEN_PITCH];
 };
 
 // The barriers of a group: one for each slot, and the last one for what the first group has besides.
@@ -119,8 +118,7 @@ template <typename Format, typename Memory>
 struct FewGateStream {
     using Own = GateSlot<Format, false>;
     using Work = GateUpWork<Format, 1, false, true>;
-    static constexpr bool HAS_TOKENS = Memory::HAS_TOKENS;
-    static constexpr int SLOTS = Memory::SLOTS, STEPS = Own::STEPS, LENGTH = Work::STEP_LENGTH * Format::OCTS;
+    static constexpr int SLOTS = Memory::SLOTS, STEPS = Own::STEPS;
     Work work;
     Memory& memory;
     int group, warp;
@@ -171,24 +169,16 @@ struct FewGateStream {
         return __shfl_sync(~0u, static_cast<int>(place.route), place.has_token() ? threadIdx.x & 31 : 0);
     }
 
-    // Where this lane's elements of its column's token begin, in memory or in shared memory.
+    // Where this lane's elements of its column's token begin.
     __device__ __forceinline__ const Bytes16* token_of(const Place& place) const
     {
-        const int route = route_of(place);
-        if (HAS_TOKENS)
-            return memory.tokens[route >> 4] + warp * KNOWN_LENGTH / 8 + place_of_oct(Format::OCTS * (threadIdx.x & 3));
-        return work.activations(route);
+        return memory.tokens[route_of(place) >> 4] + warp * KNOWN_LENGTH / 8 + place_of_oct(Format::OCTS * (threadIdx.x & 3));
     }
 
     // The sums of a unit that is there.
     __device__ __forceinline__ void multiply(const Place& place, const char* slot, float (&sums)[1][1][4]) const
     {
         const Bytes16* token = token_of(place);
-        AsTheyAre<Format> taken[HAS_TOKENS ? 1 : STEPS];
-        if constexpr (!HAS_TOKENS)
-#pragma unroll
-            for (int step = 0; step < STEPS; step++)
-                taken[step].load_in_order(token + step * LENGTH);
         RowScales<Format, Format::HAS_SCALE ? STEPS : 0> scales[2];
         const int line = (threadIdx.x & 31) / 4;
         scales[0].take_all(Own::scales(slot, line, warp));
@@ -199,10 +189,7 @@ struct FewGateStream {
             Own::take(slot, step, held);
             scales[0].take(held[0], step);
             scales[1].take(held[1], step);
-            if constexpr (HAS_TOKENS)
-                multiply_step<Format>(sums[0], held[0], held[1], FromTokens<Format, Memory::ORDER>{token + place_of_oct(Format::OCTS * QUADS * step)});
-            else
-                multiply_step<Format>(sums[0], held[0], held[1], taken[step]);
+            multiply_step<Format>(sums[0], held[0], held[1], FromTokens<Format, Memory::ORDER>{token + place_of_oct(Format::OCTS * QUADS * step)});
         }
     }
 
@@ -368,8 +355,7 @@ __device__ __forceinline__ void begin_few(const GateUp& gate, const Banks& gate_
         if (thread == 0)
             memory.warps_done = 0;
         fence_for_copies();
-        if constexpr (Memory::HAS_TOKENS)
-            bring_tokens<TOKEN_WARPS, Memory::ORDER>(gate, thread, memory.tokens);
+        bring_tokens<TOKEN_WARPS, Memory::ORDER>(gate, thread, memory.tokens);
         if (thread < FEW_GROUPS)
             memory.first[thread] = first;
     }
