@@ -17,7 +17,7 @@ MOST_SHARED = 100
 _HOPPER = (9, 0)
 USUAL_HIDDEN, USUAL_WIDTH = 2048, 512
 
-# Constants of cuda/moe.cuh, moe_stream.cuh, moe_slots.cuh, moe_gate_slots.cuh, moe_one.cuh and moe.cu.
+# Constants of cuda/moe.cuh, moe_stream.cuh, moe_slots.cuh, moe_gate_slots.cuh, moe_one.cuh, moe_few.cuh and moe.cu.
 _TILE = 16
 GATE_WARPS = 4
 DOWN_WARPS = 12
