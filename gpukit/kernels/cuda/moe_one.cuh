@@ -156,31 +156,41 @@ struct GateOneStream {
         wait_for_phase(shared_address(arrival(slot)), turn);
         const char* own = slot_at(slot);
         const TokenSlice& token = memory.token[IS_OTHER][slice];
-        float sums_of_columns[1][4] = {};
-#pragma unroll UNROLLED
-        for (int i = 0; i < EACH; i++) {
-            const int step = from + i;
-            const InOrder<Format> taken = {token + (QUADS * step + quad) * Format::OCTS};
-            typename Format::Raw held[2];
-            Own::take(own, step, held);
-            // Of columns, which all have the same token, only the first is looked at.
-            if constexpr (IS_SHARED_OUT) {
-                float products[1][4] = {};
-                multiply_unscaled<Format>(products, held[0], held[1], taken);
-                __syncwarp();
-                if (quad == 0) {
-                    *product(slot, slice, step, line) = products[0][0];
-                    *product(slot, slice, step, line + 8) = products[0][2];
+        const auto octs_of = [&](int step) { return InOrder<Format>{token + (QUADS * step + quad) * Format::OCTS}; };
+        if constexpr (IS_SHARED_OUT) {
+            static_assert(EACH % UNROLLED == 0, "steps at once are all there");
+#pragma unroll
+            for (int begin = from; begin < from + EACH; begin += UNROLLED) {
+                float products[UNROLLED][1][4] = {};
+#pragma unroll
+                for (int i = 0; i < UNROLLED; i++) {
+                    typename Format::Raw held[2];
+                    Own::take(own, begin + i, held);
+                    multiply_unscaled<Format>(products[i], held[0], held[1], octs_of(begin + i));
                 }
-            } else {
+                // Where they go all lanes have read. Of columns, which all have the same token, only the first is looked at.
+                __syncwarp();
+                if (quad == 0)
+#pragma unroll
+                    for (int i = 0; i < UNROLLED; i++) {
+                        *product(slot, slice, begin + i, line) = products[i][0][0];
+                        *product(slot, slice, begin + i, line + 8) = products[i][0][2];
+                    }
+            }
+        } else {
+            float sums_of_columns[1][4] = {};
+#pragma unroll UNROLLED
+            for (int step = 0; step < STEPS; step++) {
+                typename Format::Raw held[2];
+                Own::take(own, step, held);
                 take_scale<Format>(held[0], Own::scales(own, line, slice), step);
                 take_scale<Format>(held[1], Own::scales(own, line + 8, slice), step);
-                multiply_step<Format>(sums_of_columns, held[0], held[1], taken);
+                multiply_step<Format>(sums_of_columns, held[0], held[1], octs_of(step));
             }
-        }
-        if (!IS_SHARED_OUT && quad == 0) {
-            sums(slot, turn)[slice][line] = sums_of_columns[0][0];
-            sums(slot, turn)[slice][line + 8] = sums_of_columns[0][2];
+            if (quad == 0) {
+                sums(slot, turn)[slice][line] = sums_of_columns[0][0];
+                sums(slot, turn)[slice][line + 8] = sums_of_columns[0][2];
+            }
         }
     }
 
