@@ -17,8 +17,9 @@ MOST_SHARED = 100
 _HOPPER = (9, 0)
 USUAL_HIDDEN, USUAL_WIDTH = 2048, 512
 
-# Constants of cuda/moe.cuh, moe_stream.cuh, moe_slots.cuh, moe_gate_slots.cuh, moe_one.cuh, moe_few.cuh and moe.cu.
+# Constants of cuda/moe.cuh, moe_tile.cuh, moe_stream.cuh, moe_slots.cuh, moe_gate_slots.cuh, moe_one.cuh, moe_few.cuh and moe.cu.
 _TILE = 16
+_BANKS_BYTES, _HIGH_GAP = 128, 16
 GATE_WARPS = 4
 DOWN_WARPS = 12
 # Blocks of the gate and up projections that fit on a multiprocessor.
@@ -59,26 +60,27 @@ _BYTES = ("fp8", "w8")
 _SHARED_SLOT = ("bf16", "q4", "q5")
 
 
-def _tile_bytes(kind: str, length: int, padding: int = 0) -> int:
-    """Bytes of a tile of rows in shared memory."""
+def _tile_bytes(kind: str, length: int, has_gaps: bool) -> int:
+    """Bytes of a tile of rows in shared memory; with gaps between parts of it, those that are read at once are in different banks."""
     step = STEPS[kind]
-    return _TILE * (length // step.elements * (step.base + step.high + step.scale) + padding * step.base)
+    gaps = _BANKS_BYTES // step.base - 1 if has_gaps else 0
+    return _TILE * (length // step.elements) * (step.base + step.high + step.scale) + gaps * (step.base + _HIGH_GAP * (step.high > 0))
 
 
-def _down_slot(kind: str) -> int:
+def _down_slot(kind: str, has_gaps: bool) -> int:
     """Bytes of a slot of the down projections, with its barrier."""
-    tile = _tile_bytes(kind, USUAL_WIDTH)
-    return 8 + (max(tile, _tile_bytes("w8", USUAL_WIDTH)) if may_have_other(kind) else tile)
+    tile = _tile_bytes(kind, USUAL_WIDTH, has_gaps)
+    return 8 + (max(tile, _tile_bytes("w8", USUAL_WIDTH, has_gaps)) if may_have_other(kind) else tile)
 
 
-def down_slots_bytes(kind: str, warps: int, slots: int, segments: int) -> int:
+def down_slots_bytes(kind: str, warps: int, slots: int, segments: int, has_gaps: bool = False) -> int:
     """sizeof(SlotMemory)"""
-    return warps * slots * _down_slot(kind) + segments * _SEGMENT_BYTES
+    return warps * slots * _down_slot(kind, has_gaps) + segments * _SEGMENT_BYTES
 
 
 def down_one_bytes(kind: str) -> int:
     """sizeof(DownOneMemory): slots, and products of the shared expert's octs in two terms."""
-    return (TOP + 1) * _down_slot(kind) + USUAL_WIDTH // 32 * 2 * _TILE * 4
+    return (TOP + 1) * _down_slot(kind, True) + USUAL_WIDTH // 32 * 2 * _TILE * 4
 
 
 def gate_one_bytes(kind: str) -> int:
@@ -86,9 +88,8 @@ def gate_one_bytes(kind: str) -> int:
 
     Slots, one more for the shared expert where there is room, sums, barriers, the token once or in two orders, and its experts.
     """
-    slots, padding = 2 if kind == "bf16" else 4, kind not in _BYTES
-    own = _tile_bytes(kind, USUAL_HIDDEN, padding)
-    shared = max(own, _tile_bytes("w8", USUAL_HIDDEN, padding)) if may_have_other(kind) else own
+    slots, own = 2 if kind == "bf16" else 4, _tile_bytes(kind, USUAL_HIDDEN, True)
+    shared = max(own, _tile_bytes("w8", USUAL_HIDDEN, True)) if may_have_other(kind) else own
     sums = 2 * (slots + 1) * GATE_WARPS * _TILE * 4
     tokens = (2 if may_have_other(kind) else 1) * 2 * USUAL_HIDDEN
     barriers = -(-8 * (slots + 1) // 16) * 16
@@ -131,7 +132,7 @@ _GATE_UP_ONE = {
 _DOWN_ONE = {
     kind: Down(_kernel(f"down_one_{kind}", shared_bytes=down_one_bytes(kind), carveout=MOST_SHARED), TOP, True) for kind in FORMATS if kind != "bf16"
 }
-_ONE_BF16_BYTES = down_slots_bytes("bf16", TOP + 1, 1, ONE_SEGMENTS)
+_ONE_BF16_BYTES = down_slots_bytes("bf16", TOP + 1, 1, ONE_SEGMENTS, True)
 _DOWN_ONE["bf16"] = Down(_kernel("down_one_bf16", shared_bytes=_ONE_BF16_BYTES, carveout=MOST_SHARED), TOP + 1, True)
 # Many tokens.
 _DOWN_SLOTS = {
@@ -142,8 +143,8 @@ _DOWN_SLOTS = {
 def experts_few_bytes(gate_up: str, down: str) -> int:
     """sizeof(FewMemory): slots, a unit and a tile in eight bits, barriers, groups, sums of units, who has what, sums of paths, and tokens."""
     slots = 1 if gate_up == "bf16" or gate_up in _BYTES else 2
-    slot = max(_tile_bytes(gate_up, USUAL_HIDDEN), GATE_WARPS * _tile_bytes(down, USUAL_WIDTH))
-    others = _tile_bytes("w8", USUAL_HIDDEN) + _tile_bytes("w8", USUAL_WIDTH) if may_have_other(gate_up) else 2 * 16
+    slot = max(_tile_bytes(gate_up, USUAL_HIDDEN, False), GATE_WARPS * _tile_bytes(down, USUAL_WIDTH, False))
+    others = _tile_bytes("w8", USUAL_HIDDEN, False) + _tile_bytes("w8", USUAL_WIDTH, False) if may_have_other(gate_up) else 2 * 16
     barriers = 8 * ((GATE_GROUPS + DOWN_WARPS) * slots + 2)
     sums = GATE_GROUPS * slots * GATE_WARPS * _TILE * FEW_TOKENS * 4
     paths = FEW_TOKENS * (TOP + 1)

@@ -866,7 +866,7 @@ __device__ __forceinline__ void run_down_slots(const Down& call, const Banks& ba
 {
 #if __CUDA_ARCH__ == 900
     constexpr int WARPS = Batch::WARPS, THREADS = 32 * WARPS, TOKENS = Batch::TOKENS, SLOTS = Batch::SLOTS;
-    constexpr int SLOT_BYTES = slot_bytes<Format, HAS_OTHER>();
+    constexpr int SLOT_BYTES = slot_bytes<Format, HAS_OTHER, Batch::HAS_GAPS>();
     __shared__ DownMemory<TOKENS> memory;
     extern __shared__ __align__(128) char dynamic[];
     using Memory = SlotMemory<Batch, SLOT_BYTES>;
@@ -1009,10 +1009,10 @@ __device__ __forceinline__ void run_down_slots(const Down& call, const Banks& ba
 // fewer registers lose 2 to 15 %, two tiles gain 5 % in fp8 and lose 1 to 5 % in bf16.
 MOE_KERNELS(bf16, Bf16, 1, 8, 4, 8, false)
 MOE_KERNELS(fp8, Fp8, 2, 2, 2, 4, false)
-MOE_KERNELS(q4, Split<4>, 1, 8, 2, 2, true)
+MOE_KERNELS(q4, Split<4>, 1, 8, 3, 2, true)
 MOE_KERNELS(q5, Split<5>, 1, 8, 3, 4, true)
 MOE_KERNELS(q6, Split<6>, 1, 8, 2, 4, true)
-MOE_KERNELS(w8, Wide, 1, 8, 2, 4, false)
+MOE_KERNELS(w8, Wide, 1, 8, 1, 4, false)
 
 DOWN_ONE_KERNEL(fp8, Fp8, false)
 DOWN_ONE_KERNEL(q4, Split<4>, true)

@@ -87,14 +87,14 @@ struct FewSums {
 template <typename GateFormat, typename DownFormat, bool HAS_OTHER>
 struct FewMemory {
     static constexpr int ORDER = GateFormat::ORDER;
-    static constexpr int GATE_BYTES = GateSlot<GateFormat, false>::BYTES, TILE_BYTES = Slot<DownFormat>::BYTES;
+    static constexpr int GATE_BYTES = GateSlot<GateFormat, false>::BYTES, TILE_BYTES = Slot<DownFormat, false>::BYTES;
     static constexpr int SLOT_BYTES = GATE_BYTES > GATE_WARPS * TILE_BYTES ? GATE_BYTES : GATE_WARPS * TILE_BYTES;
     // Of a group: two where a unit is small. More on its way than memory takes to answer only makes multiprocessors end at different times.
     static constexpr int SLOTS = GateFormat::HAS_SCALE && ORDER != BYTES ? 2 : 1;
     char slots[FEW_GROUPS][SLOTS][SLOT_BYTES];
     // The first group's unit and the first warp's tile of the shared expert in eight bits.
     char other_unit[HAS_OTHER ? GateSlot<Wide, false>::BYTES : 16];
-    char other_tile[HAS_OTHER ? Slot<Wide>::BYTES : 16];
+    char other_tile[HAS_OTHER ? Slot<Wide, false>::BYTES : 16];
     uint64 gate_arrivals[FEW_GROUPS][SLOTS], down_arrivals[DOWN_WARPS][SLOTS], other_gate_arrival, other_down_arrival;
     FewGroups groups;
     FewSums sums_of_units[FEW_GROUPS][SLOTS];
@@ -339,7 +339,7 @@ __device__ __forceinline__ void begin_few(const GateUp& gate, const Banks& gate_
             init_barrier(shared_address(&memory.other_down_arrival), 1);
             fence_for_copies();
             if (parts.has_other_tile)
-                Slot<Wide>::ask(down_banks.shared, blockIdx.x * TILE, memory.other_tile, &memory.other_down_arrival);
+                Slot<Wide, false>::ask(down_banks.shared, blockIdx.x * TILE, memory.other_tile, &memory.other_down_arrival);
             const int other = parts.has_other_units ? claim(claims + 1, 1) : parts.tiles;
             memory.other[0] = other;
             if (other < parts.tiles)
@@ -410,7 +410,7 @@ __device__ __forceinline__ void run_experts_few(
     if constexpr (HAS_OTHER)
         if (is_other) {
             const DownWork<Wide> other_work(down, down_banks, shared_segments, memory.down.sums_of_paths);
-            SlotStream<Wide, FewTokens<1>, Slot<Wide>::BYTES> other_stream(
+            SlotStream<Wide, FewTokens<1>, Slot<Wide, false>::BYTES> other_stream(
                 other_work, memory.groups.each, memory.other_tile, &memory.other_down_arrival, shared_segments);
             other_stream.take(0);
             other_stream.go_on(0, 0, 0);

@@ -13,6 +13,12 @@ constexpr int GATE_ONE_REGISTERS = 72;
 constexpr int DOWN_ONE_REGISTERS = 184;
 constexpr int GATE_ONE_WARPS = 8;
 
+// A single tile is waited for.
+template <typename Format>
+using OneGateSlot = GateSlot<Format, true>;
+template <typename Format>
+using OneSlot = Slot<Format, true>;
+
 // Groups of warps, each of which has units and slots of its own. Where an element with a scale is a byte, a slice of rows is shared by two warps:
 // products of its steps are put together at the end, in their order, whoever has made them. All warps then have a unit together, whose weights are
 // multiplied while the next one's are on their way. Other formats have more to do for as many bytes, and lose by it what it costs.
@@ -20,10 +26,8 @@ template <typename Format>
 struct GateGroup {
     static constexpr bool IS_OF_BYTES = Format::HAS_SCALE && Format::ORDER == BYTES;
     static constexpr int SHARERS = IS_OF_BYTES ? 2 : 1, WARPS = GATE_WARPS * SHARERS, GROUPS = GATE_ONE_WARPS / WARPS;
-    // Together as many units as a block has of 512 on 132 multiprocessors, if rows are not too long. Those of bytes are contiguous: fewer copies are
-    // asked for sooner, and eight of their rows meet in banks only twice as often.
-    static constexpr bool IS_PADDED = !IS_OF_BYTES;
-    static constexpr int SLOTS = (Format::HAS_SCALE ? 4 : 2) / GROUPS, SLOTS_BYTES = SLOTS * GateSlot<Format, IS_PADDED>::BYTES;
+    // Together as many units as a block has of 512 on 132 multiprocessors, if rows are not too long.
+    static constexpr int SLOTS = (Format::HAS_SCALE ? 4 : 2) / GROUPS, SLOTS_BYTES = SLOTS * OneGateSlot<Format>::BYTES;
     // The shared expert's units, which are the first group's, have a slot of their own, if there is room for one, beside down projections if these fit.
     static constexpr bool HAS_SHARED_SLOT = !IS_OF_BYTES && Format::HIGH_BYTES < 16;
 };
@@ -35,7 +39,7 @@ using TokenSlice = Bytes16[KNOWN_LENGTH / 8];
 template <typename Format, bool HAS_OTHER>
 struct GateOneMemory {
     using Group = GateGroup<Format>;
-    static constexpr int OWN_BYTES = GateSlot<Format, Group::IS_PADDED>::BYTES, OTHER_BYTES = GateSlot<Wide, Group::IS_PADDED>::BYTES;
+    static constexpr int OWN_BYTES = OneGateSlot<Format>::BYTES, OTHER_BYTES = OneGateSlot<Wide>::BYTES;
     static constexpr int SHARED_BYTES = HAS_OTHER && OTHER_BYTES > OWN_BYTES ? OTHER_BYTES : OWN_BYTES, ALL_BYTES = Group::GROUPS * Group::SLOTS_BYTES;
     // Else they come to the last ones of the group's, of which so many are free beside them.
     static constexpr int SHARED_AT = Group::HAS_SHARED_SLOT ? ALL_BYTES : Group::SLOTS_BYTES - SHARED_BYTES;
@@ -68,7 +72,7 @@ struct InOrder {
 template <typename Format, int UNROLLED, bool IS_SHARED, bool IS_OTHER, typename Memory>
 struct GateOneStream {
     using Group = typename Memory::Group;
-    using Own = GateSlot<Format, Group::IS_PADDED>;
+    using Own = OneGateSlot<Format>;
     static constexpr bool IS_SHARED_OUT = Group::SHARERS > 1;
     static constexpr int STEPS = Own::STEPS, EACH = STEPS / Group::SHARERS, SLOTS = IS_SHARED ? 1 : Group::SLOTS;
     const GateUp& call;
@@ -147,34 +151,39 @@ struct GateOneStream {
     __device__ __forceinline__ float* product(int slot, int slice, int step, int row) const
     {
         constexpr int ROWS = least(Format::STEP_BYTES / sizeof(float), TILE);
-        return reinterpret_cast<float*>(slot_at(slot) + row / ROWS * Own::PITCH + (slice * STEPS + step) * Format::STEP_BYTES) + row % ROWS;
+        return reinterpret_cast<float*>(slot_at(slot) + Own::Rows::place(row / ROWS, Own::ROW, Own::Rows::GAP) + (slice * STEPS + step) * Format::STEP_BYTES) + row % ROWS;
     }
 
     __device__ __forceinline__ void multiply(int slot, unsigned turn) const
     {
-        const int line = (threadIdx.x & 31) / 4, quad = threadIdx.x & 3, slice = warp() % GATE_WARPS, from = warp() / GATE_WARPS * EACH;
+        const int upper = Own::Rows::own(0), lower = Own::Rows::own(1), quad = threadIdx.x & 3, slice = warp() % GATE_WARPS, from = warp() / GATE_WARPS * EACH;
         wait_for_phase(shared_address(arrival(slot)), turn);
         const char* own = slot_at(slot);
         const TokenSlice& token = memory.token[IS_OTHER][slice];
         const auto octs_of = [&](int step) { return InOrder<Format>{token + (QUADS * step + quad) * Format::OCTS}; };
         if constexpr (IS_SHARED_OUT) {
             static_assert(EACH % UNROLLED == 0, "steps at once are all there");
+            // From this warp's steps on.
+            const char* const own_steps = own + from * Format::STEP_BYTES;
+            const InOrder<Format> own_octs = octs_of(from);
+            float* const own_products = product(slot, slice, from, upper);
 #pragma unroll
-            for (int begin = from; begin < from + EACH; begin += UNROLLED) {
+            for (int begin = 0; begin < EACH; begin += UNROLLED) {
                 float products[UNROLLED][1][4] = {};
 #pragma unroll
                 for (int i = 0; i < UNROLLED; i++) {
                     typename Format::Raw held[2];
-                    Own::take(own, begin + i, held);
-                    multiply_unscaled<Format>(products[i], held[0], held[1], octs_of(begin + i));
+                    Own::take(own_steps, begin + i, held);
+                    multiply_unscaled<Format>(products[i], held[0], held[1], InOrder<Format>{own_octs.octs + QUADS * Format::OCTS * (begin + i)});
                 }
                 // Where they go all lanes have read. Of columns, which all have the same token, only the first is looked at.
                 __syncwarp();
                 if (quad == 0)
 #pragma unroll
                     for (int i = 0; i < UNROLLED; i++) {
-                        *product(slot, slice, begin + i, line) = products[i][0][0];
-                        *product(slot, slice, begin + i, line + 8) = products[i][0][2];
+                        float* of_step = own_products + (begin + i) * Format::STEP_BYTES / sizeof(float);
+                        of_step[0] = products[i][0][0];
+                        of_step[Own::Rows::APART] = products[i][0][2];
                     }
             }
         } else {
@@ -183,13 +192,13 @@ struct GateOneStream {
             for (int step = 0; step < STEPS; step++) {
                 typename Format::Raw held[2];
                 Own::take(own, step, held);
-                take_scale<Format>(held[0], Own::scales(own, line, slice), step);
-                take_scale<Format>(held[1], Own::scales(own, line + 8, slice), step);
+                take_scale<Format>(held[0], Own::scales(own, upper, slice), step);
+                take_scale<Format>(held[1], Own::scales(own, lower, slice), step);
                 multiply_step<Format>(sums_of_columns, held[0], held[1], octs_of(step));
             }
             if (quad == 0) {
-                sums(slot, turn)[slice][line] = sums_of_columns[0][0];
-                sums(slot, turn)[slice][line + 8] = sums_of_columns[0][2];
+                sums(slot, turn)[slice][upper] = sums_of_columns[0][0];
+                sums(slot, turn)[slice][lower] = sums_of_columns[0][2];
             }
         }
     }
@@ -389,8 +398,8 @@ struct Operands {
 #pragma unroll
         for (int step = 0; step < OCTS / Format::OCTS; step++) {
             typename Format::Raw held[2];
-            Slot<Format>::take(slot, 0, first + step, held[0]);
-            Slot<Format>::take(slot, 1, first + step, held[1]);
+            OneSlot<Format>::take(slot, 0, first + step, held[0]);
+            OneSlot<Format>::take(slot, 1, first + step, held[1]);
 #pragma unroll
             for (int oct = 0; oct < Format::OCTS; oct++) {
                 Format::expand(held[0], oct, upper[step * Format::OCTS + oct]);
@@ -432,7 +441,7 @@ struct SharedPart {
     static __device__ __forceinline__ void multiply(
         const Operands<PART_OCTS>& operands, const Bytes16 (&activations)[PART_OCTS], float (&products)[ROW_OCTS][2][TILE])
     {
-        const int line = (threadIdx.x & 31) / 4, quad = threadIdx.x & 3;
+        const int quad = threadIdx.x & 3;
 #pragma unroll
         for (int step = 0; step < STEPS; step++) {
             float sums[4] = {};
@@ -441,8 +450,8 @@ struct SharedPart {
                 operands.multiply(sums, oct, activations[oct]);
             // Of the columns of the first and of the second term.
             if (quad % 2 == 0) {
-                products[first() + step][quad / 2][line] = sums[0];
-                products[first() + step][quad / 2][line + 8] = sums[2];
+                products[first() + step][quad / 2][OneSlot<Format>::Rows::own(0)] = sums[0];
+                products[first() + step][quad / 2][OneSlot<Format>::Rows::own(1)] = sums[2];
             }
         }
     }
@@ -454,7 +463,7 @@ struct SharedPart {
 #pragma unroll
         for (int step = 0; step < ALL_STEPS; step++) {
             typename Format::Raw of_step;
-            take_scale<Format>(of_step, Slot<Format>::scales_of(slot, row), step);
+            take_scale<Format>(of_step, OneSlot<Format>::scales_of(slot, row), step);
 #pragma unroll
             for (int term = 0; term < 2; term++)
                 terms[term] = fmaf(Format::scale(of_step), products[step][term][row], terms[term]);
@@ -469,12 +478,12 @@ __device__ __forceinline__ void ask_for_one(const Down& call, const Banks& banks
 {
     const int warp = threadIdx.x >> 5, tile = blockIdx.x * TILE;
     if (threadIdx.x % 32 == 0)
-        Slot<Format>::ask(banks.routed, expert * call.hidden + tile, memory.slots[warp], memory.arrivals + warp);
+        OneSlot<Format>::ask(banks.routed, expert * call.hidden + tile, memory.slots[warp], memory.arrivals + warp);
     if (has_shared && threadIdx.x == 0) {
         if (is_other)
-            Slot<Wide>::ask(banks.shared, tile, memory.slots[TOP], memory.arrivals + TOP);
+            OneSlot<Wide>::ask(banks.shared, tile, memory.slots[TOP], memory.arrivals + TOP);
         else
-            Slot<Format>::ask(banks.shared, tile, memory.slots[TOP], memory.arrivals + TOP);
+            OneSlot<Format>::ask(banks.shared, tile, memory.slots[TOP], memory.arrivals + TOP);
     }
 }
 
@@ -513,15 +522,15 @@ __device__ __forceinline__ void multiply_one(
         for (int oct = 0; oct < PART_OCTS; oct++)
             of_part[oct] = act[TOP * row_length + QUADS * (2 * (PART_OCTS * warp + oct) + term) + quad];
     Bytes16* activations = reinterpret_cast<Bytes16*>(slot);
-    static_assert(sizeof(Bytes16) * KNOWN_LENGTH / 4 <= Slot<Format>::HIGH, "scales stay where they are");
+    static_assert(sizeof(Bytes16) * KNOWN_LENGTH / 4 <= OneSlot<Format>::HIGH, "scales stay where they are");
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < EACH; i++)
         activations[lane + 32 * i] = taken[i];
     __syncwarp();
     RowScales<Format, STEPS> scales[2];
-    scales[0].take_all(Slot<Format>::scales(slot, 0));
-    scales[1].take_all(Slot<Format>::scales(slot, 1));
+    scales[0].take_all(OneSlot<Format>::scales(slot, 0));
+    scales[1].take_all(OneSlot<Format>::scales(slot, 1));
     float sums[1][4] = {};
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
@@ -547,8 +556,8 @@ __device__ __forceinline__ void multiply_one(
     }
     add_terms(sums, false);
     if (quad == 0) {
-        sums_of_paths[path][line] = sums[0][0];
-        sums_of_paths[path][line + 8] = sums[0][2];
+        sums_of_paths[path][OneSlot<Format>::Rows::own(0)] = sums[0][0];
+        sums_of_paths[path][OneSlot<Format>::Rows::own(1)] = sums[0][2];
     }
     __syncthreads();
     if (has_shared && threadIdx.x < TILE)
@@ -563,7 +572,7 @@ __device__ __forceinline__ void run_down_one(const Down& call, const Banks& bank
     constexpr int THREADS = DOWN_ONE_WARPS * 32;
     __shared__ DownMemory<1> own;
     extern __shared__ __align__(128) char dynamic[];
-    using Memory = DownOneMemory<slot_bytes<Format, HAS_OTHER>()>;
+    using Memory = DownOneMemory<slot_bytes<Format, HAS_OTHER, true>()>;
     Memory& memory = *reinterpret_cast<Memory*>(dynamic);
     const bool has_shared = call.paths > TOP;
     if (threadIdx.x <= TOP)

@@ -6,42 +6,49 @@
 
 #include "moe_choice.cuh"
 #include "moe_stream.cuh"
+#include "moe_tile.cuh"
 #include "staging.cuh"
 
 // Batches of three sizes: most tokens, warps, each of which has units of its own, and their slots.
 struct ManyTokens {
     static constexpr int TOKENS = BATCH, WARPS = 8, SLOTS = 2;
-    static constexpr bool ARE_WORDS = false;
+    static constexpr bool ARE_WORDS = false, HAS_GAPS = false;
 };
 
 // Activations of a unit are half as many registers as those of more tokens, and words that are waited for.
 template <int SLOTS_OF_WARP>
 struct FewTokens {
     static constexpr int TOKENS = HALF_COLUMNS, WARPS = DOWN_WARPS, SLOTS = SLOTS_OF_WARP;
-    static constexpr bool ARE_WORDS = true;
+    static constexpr bool ARE_WORDS = true, HAS_GAPS = false;
 };
 
 struct OneToken {
     static constexpr int TOKENS = 1, WARPS = TOP + 1, SLOTS = 1;
-    static constexpr bool ARE_WORDS = false;
+    static constexpr bool ARE_WORDS = false, HAS_GAPS = true;
 };
 
-// Where a tile's planes are in its slot: what lies one behind the other in the bank.
-template <typename Format>
+// Where a tile's planes are in its slot: what lies one behind the other in the bank, in parts.
+template <typename Format, bool HAS_GAPS>
 struct Slot {
+    using Rows = TileRows<Format, HAS_GAPS>;
     static constexpr int STEPS = KNOWN_LENGTH / Format::STEP;
     static constexpr int ROW = STEPS * Format::STEP_BYTES, HIGH_ROW = STEPS * Format::HIGH_BYTES, SCALES_ROW = Format::HAS_SCALE ? 2 * STEPS : 0;
-    static constexpr int HIGH = TILE * ROW, SCALES = HIGH + TILE * HIGH_ROW, BYTES = SCALES + TILE * SCALES_ROW;
+    static constexpr int HIGH = TILE * ROW + Rows::GAPS * Rows::GAP;
+    static constexpr int SCALES = HIGH + TILE * HIGH_ROW + (HIGH_ROW > 0 ? Rows::GAPS * Rows::HIGH_GAP : 0), BYTES = SCALES + TILE * SCALES_ROW;
 
     // One thread asks for the tile from a row on, when all are done with what the slot had.
     static __device__ __forceinline__ void ask(const Bank& bank, int64 row, const void* slot, const uint64* barrier)
     {
         const unsigned to = shared_address(slot), arrival = shared_address(barrier);
         const CachePolicy policy = policy_evict_first();
-        arrive_and_expect(arrival, BYTES);
-        copy_in_bulk(to, bank.base + row * ROW, TILE * ROW, arrival, policy);
-        if (HIGH_ROW)
-            copy_in_bulk(to + HIGH, bank.high + row * HIGH_ROW, TILE * HIGH_ROW, arrival, policy);
+        arrive_and_expect(arrival, TILE * (ROW + HIGH_ROW + SCALES_ROW));
+#pragma unroll
+        for (int first = 0; first < TILE; first += Rows::ROWS) {
+            const int base = Rows::place(first, ROW, Rows::GAP), high = HIGH + Rows::place(first, HIGH_ROW, Rows::HIGH_GAP);
+            copy_in_bulk(to + base, bank.base + (row + first) * ROW, Rows::ROWS * ROW, arrival, policy);
+            if (HIGH_ROW)
+                copy_in_bulk(to + high, bank.high + (row + first) * HIGH_ROW, Rows::ROWS * HIGH_ROW, arrival, policy);
+        }
         if (SCALES_ROW)
             copy_in_bulk(to + SCALES, bank.scales + row * SCALES_ROW, TILE * SCALES_ROW, arrival, policy);
     }
@@ -51,26 +58,27 @@ struct Slot {
         return slot + SCALES + row * SCALES_ROW;
     }
 
-    // Of this lane's row in a half of the tile.
+    // Of this lane's row in a half.
     static __device__ __forceinline__ const char* scales(const char* slot, int half)
     {
-        return scales_of(slot, (threadIdx.x & 31) / 4 + 8 * half);
+        return scales_of(slot, Rows::own(half));
     }
 
     // All but the scale of this lane's part of a step.
     static __device__ __forceinline__ void take(const char* slot, int half, int step, typename Format::Raw& held)
     {
-        const int row = (threadIdx.x & 31) / 4 + 8 * half, quad = threadIdx.x & 3;
-        held.base = reinterpret_cast<const decltype(held.base)*>(slot + row * ROW + step * Format::STEP_BYTES)[quad];
-        Format::take_high(held, slot + HIGH + row * HIGH_ROW + step * Format::HIGH_BYTES, quad);
+        const int quad = threadIdx.x & 3;
+        held.base = reinterpret_cast<const decltype(held.base)*>(slot + Rows::own_place(half, ROW, Rows::GAP) + step * Format::STEP_BYTES)[quad];
+        Format::take_high(held, slot + HIGH + Rows::own_place(half, HIGH_ROW, Rows::HIGH_GAP) + step * Format::HIGH_BYTES, quad);
     }
 };
 
 // Bytes of a slot for a format, and for eight bits where the shared expert may be in them.
-template <typename Format, bool HAS_OTHER>
+template <typename Format, bool HAS_OTHER, bool HAS_GAPS>
 __device__ __forceinline__ constexpr int slot_bytes()
 {
-    return HAS_OTHER && Slot<Wide>::BYTES > Slot<Format>::BYTES ? Slot<Wide>::BYTES : Slot<Format>::BYTES;
+    constexpr int OWN = Slot<Format, HAS_GAPS>::BYTES, OTHER = Slot<Wide, HAS_GAPS>::BYTES;
+    return HAS_OTHER && OTHER > OWN ? OTHER : OWN;
 }
 
 template <typename Batch, int SLOT_BYTES>
@@ -111,7 +119,7 @@ __device__ __forceinline__ DownStart take_chosen(int id, bool has_shared, Segmen
 // A warp's units, as many segments apart as there are warps.
 template <typename Format, typename Batch, int SLOT_BYTES>
 struct SlotStream {
-    using Own = Slot<Format>;
+    using Own = Slot<Format, Batch::HAS_GAPS>;
     static constexpr int STEPS = Own::STEPS, WARPS = Batch::WARPS, SLOTS = Batch::SLOTS;
     using Activations = FromColumns<Format, Batch::TOKENS <= HALF_COLUMNS ? 1 : 2, Batch::ARE_WORDS>;
     static_assert(Own::BYTES <= SLOT_BYTES, "a tile fits");
@@ -204,7 +212,7 @@ struct SlotStream {
         }
         __syncwarp();
         add_terms(sums, are_many);
-        work.store(place, sums[0]);
+        work.store(place, sums[0], Own::Rows::own(0), Own::Rows::own(1));
     }
 
     // The first unit's activations.

@@ -457,16 +457,17 @@ struct DownWork {
         return {activations(route) + (are_many ? 0 : line / HALF_COLUMNS * QUADS), is_there, are_many};
     }
 
-    __device__ __forceinline__ void store(const Place& place, const float (&sums)[4]) const
+    // Sums of two rows.
+    __device__ __forceinline__ void store(const Place& place, const float (&sums)[4], int upper, int lower) const
     {
-        const int line = (threadIdx.x & 31) >> 2, quad = threadIdx.x & 3, paths = static_cast<int>(call.paths);
+        const int quad = threadIdx.x & 3, paths = static_cast<int>(call.paths);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int route = __shfl_sync(~0u, static_cast<int>(place.route), 4 * (2 * quad + i));
             if (2 * quad + i < place.count()) {
                 float* own = sums_of_paths[(route >> 4) * paths + (route & 15)];
-                own[line] = sums[i];
-                own[line + 8] = sums[i + 2];
+                own[upper] = sums[i];
+                own[lower] = sums[i + 2];
             }
         }
     }
@@ -476,7 +477,8 @@ struct DownWork {
 #pragma unroll
         for (int i = 0; i < 4; i++)
             sums[0][0][i] += sums[0][1][i];
-        store(place, sums[0][0]);
+        const int line = (threadIdx.x & 31) / 4;
+        store(place, sums[0][0], line, line + 8);
     }
 };
 
