@@ -63,7 +63,7 @@ _FEW_STEPS = 64
 _ROUTE_BLOCKS = 16
 _ROUTE_WARPS = 16
 # Most scores of a token, in how many places they or the experts of few are; and sizeof(Groups).
-_MOST_SCORES, _SCORE_COPIES, _CHOICE_COPIES = 264, 4, 16
+_MOST_SCORES, _SCORE_COPIES, _CHOICE_COPIES = 264, 32, 16
 _GROUPS_BYTES = 128 + 4 * (_SCORE_COPIES * _MOST_SCORES + _CHOICE_COPIES * FEW_TOKENS * TOP) + MOST_SEGMENTS * 32
 _HANDING_THREADS = 128
 # How activations are handed on: as float32, or as the terms that tensor cores take, by the down bank's format: its order, and four times its octs.

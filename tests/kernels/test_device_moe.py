@@ -94,8 +94,8 @@ BAD_CALLS = [
     (lambda: route(X, SMALL.router, shared=False, shared_scale=SCALE), VALUE, "shared_scale: expected None without a shared expert"),
     (lambda: route(X, SMALL.router, workspace=SHORT[: route_workspace(2, 25) - 1]), VALUE, "workspace: expected at least"),
     (lambda: gate_up(X, IDS[:1], SMALL), VALUE, r"ids: expected shape \(2, 8\), got \(1, 8\)"),
-    (lambda: gate_up(X, IDS, SMALL, workspace=ONE_SHORT), VALUE, "workspace: expected at least 29072 bytes, got 29071"),
-    (lambda: down_add(IDS, ALPHA, SCALE, ACT, SMALL, DEST, workspace=ONE_SHORT), VALUE, "workspace: expected at least 29072 bytes, got 29071"),
+    (lambda: gate_up(X, IDS, SMALL, workspace=ONE_SHORT), VALUE, "workspace: expected at least 58640 bytes, got 58639"),
+    (lambda: down_add(IDS, ALPHA, SCALE, ACT, SMALL, DEST, workspace=ONE_SHORT), VALUE, "workspace: expected at least 58640 bytes, got 58639"),
     (lambda: gate_up(X, IDS, SMALL, out=ACT[:, :8]), VALUE, "out: expected a contiguous array"),
     (lambda: gate_up(X, IDS, ALONE, out=ACT), VALUE, r"out: expected shape \(2, 8, 128\), got \(2, 9, 128\)"),
     (lambda: down_add(IDS, ALPHA, None, ACT, SMALL, DEST), TYPE, "shared_scale: expected an array"),
@@ -226,16 +226,16 @@ def test_the_shared_memory_that_is_asked_for_is_what_kernels_have() -> None:
     sizes = {}
     for kind, struct in STRUCTS.items():
         other = "true" if _moe.may_have_other(kind) else "false"
-        slot = f"slot_bytes<{struct}, {other}>()"
+        slot = f"slot_bytes<{struct}, {other}, true>()"
         sizes[f"GateOneMemory<{struct}, {other}>"] = gate_bytes(kind)
         if kind == "bf16":
-            sizes[f"SlotMemory<OneToken, {slot}>"] = slots_bytes(kind, 9, 1, _moe_decode.ONE_SEGMENTS)
+            sizes[f"SlotMemory<OneToken, {slot}>"] = slots_bytes(kind, 9, 1, _moe_decode.ONE_SEGMENTS, True)
             continue
         sizes[f"DownOneMemory<{slot}>"] = one_bytes(kind)
         # Both kernels of a token fit beside each other, with what is static and what the device keeps for a block.
         assert gate_bytes(kind) + one_bytes(kind) < 228 * 1024 - 5 * 1024
     for kind in ("fp8", "w8"):
-        sizes[f"SlotMemory<ManyTokens, slot_bytes<{STRUCTS[kind]}, false>()>"] = slots_bytes(
+        sizes[f"SlotMemory<ManyTokens, slot_bytes<{STRUCTS[kind]}, false, false>()>"] = slots_bytes(
             kind, _moe_decode.SLOT_WARPS, 2, _moe_decode.MOST_SEGMENTS
         )
     for (of_gate, of_down), kernel in _moe_decode._EXPERTS_FEW.items():

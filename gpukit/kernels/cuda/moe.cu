@@ -710,20 +710,22 @@ extern "C" __global__ void __maxnreg__(ONE_SCORE_REGISTERS) gpukit_scores_one(
     const int first_row = blockIdx.x * SCORED_ROWS, most = static_cast<int>(rows) - 1;
     if (warp == SCORE_WARPS) {
         // Of what fills the row up too: it is waited for, though not looked at.
-        const int own_row = lane % SCORED_ROWS, number = lane / SCORED_ROWS;
-        unsigned* word = groups->scores[number % SCORE_COPIES] + first_row + own_row;
+        static_assert(SCORE_COPIES * SCORED_ROWS == 2 * 32, "a lane has two words");
+        const int own_row = lane % SCORED_ROWS;
+        unsigned* word = groups->scores[lane / SCORED_ROWS] + first_row + own_row;
+        const auto store = [&](unsigned score) {
+            store_relaxed(word, score);
+            store_relaxed(word + SCORE_COPIES / 2 * MOST_SCORES, score);
+        };
         if (!is_early)
             wait_for_predecessor();
-        if (number < SCORE_COPIES)
-            store_relaxed(word, NO_SCORE);
+        store(NO_SCORE);
         for (int copy = blockIdx.x; copy < CHOICE_COPIES && lane < TOP; copy += gridDim.x)
             store_relaxed(groups->choices[copy] + lane, NO_CHOICE);
         __threadfence();
         __syncwarp();
         release_successor();
         __syncthreads();
-        if (number >= SCORE_COPIES)
-            return;
         float score = 0.0f;
 #pragma unroll
         for (int part = 0; part < SCORE_PARTS; part++) {
@@ -733,7 +735,7 @@ extern "C" __global__ void __maxnreg__(ONE_SCORE_REGISTERS) gpukit_scores_one(
                 pairs[pair] = sums_of_pairs[part][pair][own_row];
             score = part ? score + sum_of_pairs(pairs) : sum_of_pairs(pairs);
         }
-        store_relaxed(word, score == score ? __float_as_uint(score) : SOME_NAN);
+        store(score == score ? __float_as_uint(score) : SOME_NAN);
         return;
     }
     // Lines have the rows in turns, and the lower half of the tile nothing.

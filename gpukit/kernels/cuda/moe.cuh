@@ -20,7 +20,7 @@ constexpr int COLUMNS = 8;
 constexpr int HALF_COLUMNS = COLUMNS / 2;
 // A token's scores, with what fills them up to accesses of the widest kind.
 constexpr int MOST_SCORES = MOST_EXPERTS + 8;
-constexpr int SCORE_COPIES = 4;
+constexpr int SCORE_COPIES = 32;
 constexpr int CHOICE_COPIES = 16;
 // Rows of a tile.
 constexpr int TILE = 16;
