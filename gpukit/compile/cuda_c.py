@@ -30,6 +30,10 @@ def _include_directories() -> list[str]:
     return paths
 
 
+# What only this architecture has is in the target of its own name.
+_TARGETS = {"sm_90": "sm_90a"}
+
+
 def compile_subject(subject: str, arch: str) -> bytes:
     """Compile a subject's file.
 
@@ -55,7 +59,7 @@ def compile_text(source: str, name: str, arch: str) -> bytes:
     except ImportError as error:
         raise CompileError(f"NVRTC is not installed ({error}); install gpukit with the extra cu13 or cu12") from None
     # Contraction is left on; where bits matter the sources say fmaf themselves. Denormals, division and square roots are IEEE.
-    options = ProgramOptions(arch=arch, std="c++17", include_path=_include_directories(), name=name)
+    options = ProgramOptions(arch=_TARGETS.get(arch, arch), std="c++17", include_path=_include_directories(), name=name)
     log = io.StringIO()
     try:
         return bytes(Program(source, code_type="c++", options=options).compile("cubin", logs=log).code)

@@ -140,32 +140,48 @@ _DOWN_SLOTS = {
 }
 
 
+def _few_slots(gate_up: str) -> int:
+    """Slots of a group of warps for units of few tokens; where these are two, a group more asks for what comes to them."""
+    return 1 if gate_up == "bf16" or gate_up in _BYTES else 2
+
+
 def experts_few_bytes(gate_up: str, down: str) -> int:
     """sizeof(FewMemory): slots, a unit and a tile in eight bits, barriers, groups, sums of units, who has what, sums of paths, and tokens."""
-    slots = 1 if gate_up == "bf16" or gate_up in _BYTES else 2
+    slots = _few_slots(gate_up)
     slot = max(_tile_bytes(gate_up, USUAL_HIDDEN, False), GATE_WARPS * _tile_bytes(down, USUAL_WIDTH, False))
     others = _tile_bytes("w8", USUAL_HIDDEN, False) + _tile_bytes("w8", USUAL_WIDTH, False) if may_have_other(gate_up) else 2 * 16
-    barriers = 8 * ((GATE_GROUPS + DOWN_WARPS) * slots + 2)
-    sums = GATE_GROUPS * slots * GATE_WARPS * _TILE * FEW_TOKENS * 4
+    barriers = 8 * ((2 * GATE_GROUPS + DOWN_WARPS) * slots + 2)
+    sums = GATE_GROUPS * 2 * GATE_WARPS * _TILE * FEW_TOKENS * 4
     paths = FEW_TOKENS * (TOP + 1)
-    numbers = 4 * (GATE_GROUPS * (2 * slots + 1) + 3 + paths * (_TILE + 1) + FEW_TOKENS * _TILE)
+    numbers = 4 * (GATE_GROUPS * (slots + 1) + 3 + paths * (_TILE + 1) + FEW_TOKENS * _TILE)
     tokens = FEW_TOKENS * (2 * USUAL_HIDDEN + 64)
     parts = GATE_GROUPS * slots * slot, others, barriers, FEW_SEGMENTS * _SEGMENT_BYTES + 16, sums, numbers, tokens
     return sum(-(-part // 16) * 16 for part in parts)
 
 
-# Both projections of few tokens, by the formats of the gate and up bank and of the down bank.
-_EXPERTS_FEW = {
-    (gate_up, down): _kernel(f"experts_few_{name}", shared_bytes=experts_few_bytes(gate_up, down), carveout=MOST_SHARED)
-    for name, (gate_up, down) in ({"q4_q5": ("q4", "q5")} | {kind: (kind, kind) for kind in ("bf16", "fp8", "q6", "w8")}).items()
+class ExpertsFew(NamedTuple):
+    """A kernel of both projections of few tokens, and warps of a block."""
+
+    kernel: Kernel
+    warps: int
+
+
+def _experts_few(name: str, gate_up: str, down: str) -> ExpertsFew:
+    kernel = _kernel(f"experts_few_{name}", shared_bytes=experts_few_bytes(gate_up, down), carveout=MOST_SHARED)
+    return ExpertsFew(kernel, DOWN_WARPS + (GATE_WARPS if _few_slots(gate_up) > 1 else 0))
+
+
+# By the formats of the gate and up bank and of the down bank.
+_EXPERTS_FEW = {("q4", "q5"): _experts_few("q4_q5", "q4", "q5")} | {
+    (kind, kind): _experts_few(kind, kind, kind) for kind in ("bf16", "fp8", "q6", "w8")
 }
 
 
-def experts_few_for(gate_up: str, down: str, tokens: int, hidden: int, width: int, device: int) -> Kernel | None:
+def experts_few_for(gate_up: str, down: str, tokens: int, hidden: int, width: int, device: int) -> ExpertsFew | None:
     """The kernel of both projections for so many tokens, where there is one."""
     is_few = 1 < tokens <= FEW_TOKENS and (hidden, width) == (USUAL_HIDDEN, USUAL_WIDTH)
     found = _EXPERTS_FEW.get((gate_up, down)) if is_few else None
-    return found if found and found.is_for(device) else None
+    return found if found and found.kernel.is_for(device) else None
 
 
 def gate_up_for(kind: str, tokens: int, hidden: int, device: int) -> GateUp:

@@ -13,7 +13,7 @@ from gpukit import arrays, devices
 from gpukit.arrays import ITEMSIZE
 from gpukit.errors import ArgumentError, Signal
 from gpukit.kernels._moe import TOP, Fp8, Geometry, MoeWeights, geometry_of, router_experts
-from gpukit.kernels._moe_decode import CARVEOUT, DOWN_WARPS, FEW_TOKENS, FORMATS, MOST_SEGMENTS, MOST_SHARED, down_for, experts_few_for, gate_up_for
+from gpukit.kernels._moe_decode import CARVEOUT, FEW_TOKENS, FORMATS, MOST_SEGMENTS, MOST_SHARED, ExpertsFew, down_for, experts_few_for, gate_up_for
 from gpukit.kernels._plans import allocate, blocks_for, inverse, signal_pointer, whole
 from gpukit.kernels._row_split import RowSplit
 from gpukit.kernels._tensors import BF16, NUMBERS, Tensor, like_shape, refuse_overlap, require_aligned, tensor
@@ -813,7 +813,7 @@ def _decode(x: Tensor, dest: Tensor, geometry: Geometry, parts: list[int], count
 
 
 def _experts_few(
-    kernel: Kernel, x: Tensor, dest: Tensor, first: int, tokens: int, geometry: Geometry, scratch: _Scratch, shared_at: int, device: int
+    few: ExpertsFew, x: Tensor, dest: Tensor, first: int, tokens: int, geometry: Geometry, scratch: _Scratch, shared_at: int, device: int
 ) -> Launch:
     """Both projections, and their sum, in one launch: a tile of rows a block, and a block for every multiprocessor."""
     row = dest[2][0]
@@ -823,7 +823,7 @@ def _experts_few(
         *_fetched(tokens, geometry), scratch.alpha, shared_at, dest[0] + 2 * first * row, row,
     )  # fmt: skip
     blocks = max(geometry.hidden // _TILE, devices.properties(device).multiprocessors)
-    return kernel, blocks, 32 * DOWN_WARPS, arguments
+    return few.kernel, blocks, 32 * few.warps, arguments
 
 
 def _scores_of_one(x: Tensor, first: int, geometry: Geometry, groups_at: int, is_early: bool) -> Launch:

@@ -238,14 +238,17 @@ def test_the_shared_memory_that_is_asked_for_is_what_kernels_have() -> None:
         sizes[f"SlotMemory<ManyTokens, slot_bytes<{STRUCTS[kind]}, false, false>()>"] = slots_bytes(
             kind, _moe_decode.SLOT_WARPS, 2, _moe_decode.MOST_SEGMENTS
         )
-    for (of_gate, of_down), kernel in _moe_decode._EXPERTS_FEW.items():
+    lines_of_warps = []
+    for (of_gate, of_down), few in _moe_decode._EXPERTS_FEW.items():
         has_other = _moe.may_have_other(of_gate)
         struct = f"FewMemory<{STRUCTS[of_gate]}, {STRUCTS[of_down]}, {str(has_other).lower()}>"
         sizes[struct] = _moe_decode.experts_few_bytes(of_gate, of_down)
-        assert kernel.shared_bytes == sizes[struct] <= 227 * 1024 and has_other == _moe.may_have_other(of_down)
+        lines_of_warps.append(f"static_assert({struct}::WARPS == {few.warps});")
+        assert few.kernel.shared_bytes == sizes[struct] <= 227 * 1024 and has_other == _moe.may_have_other(of_down)
     is_at_least = {True: "<=", False: "=="}
     lines = [f"static_assert(sizeof({struct}) {is_at_least[size == _moe_decode._MORE_THAN_HALF]} {size});" for struct, size in sizes.items()]
     assert len(lines) == 19
+    lines += lines_of_warps
     # What the host's numbers of tokens, warps and slots are on the device.
     numbers_of = {
         "FewTokens<2>": (_moe_decode.FEW_TOKENS, _moe_decode.DOWN_WARPS, 2),
@@ -296,7 +299,7 @@ def test_kernels_of_the_usual_sizes_are_for_the_devices_that_they_were_measured_
             found = _moe_decode.experts_few_for(of_gate, of_down, tokens, hidden, width, 0)
             is_there = is_hopper and tokens in (2, 4) and (hidden, width) == (2048, 512) and (of_gate, of_down) not in (("q5", "q5"), ("fp8", "bf16"))
             assert (found is not None) == is_there
-            assert not found or found.name == ("experts_few_q4_q5" if of_gate == "q4" else f"experts_few_{of_gate}")
+            assert not found or found.kernel.name == ("experts_few_q4_q5" if of_gate == "q4" else f"experts_few_{of_gate}")
 
 
 @pytest.mark.parametrize("is_early", [True, False])

@@ -988,7 +988,8 @@ __device__ __forceinline__ void run_down_slots(const Down& call, const Banks& ba
         const char *ahead, int64 ahead_bytes, const float *alpha, const float *shared_scale, Bytes2 *dest, int64 dest_row
 
 #define FEW_KERNEL(name, gate_format, down_format, has_other)                                                                                  \
-    extern "C" __global__ void __launch_bounds__(DOWN_WARPS * 32, 1) gpukit_experts_few_##name(FEW_PARAMETERS)                                 \
+    extern "C" __global__ void __launch_bounds__(FewMemory<gate_format, down_format, has_other>::WARPS * 32, 1)                                \
+        gpukit_experts_few_##name(FEW_PARAMETERS)                                                                                              \
     {                                                                                                                                          \
         constexpr int64 HIDDEN = GATE_WARPS * KNOWN_LENGTH, WIDTH = KNOWN_LENGTH;                                                              \
         constexpr unsigned TILES = KNOWN_LENGTH / 8;                                                                                           \

@@ -9,8 +9,37 @@
 #include "moe_slots.cuh"
 
 constexpr int FEW_GROUPS = DOWN_WARPS / GATE_WARPS, GROUP_THREADS = 32 * GATE_WARPS;
+// Where a group has two slots, there is a group more, whose warps ask for what comes to these, one for each group: whoever asks waits for the copies in
+// front, and would hold up those with which it multiplies. Registers of a thread of each kind; a quarter of a multiprocessor has 512 for each of its
+// lanes, and a warp of each group.
+constexpr int ASKING_REGISTERS = 32, MULTIPLYING_REGISTERS = 160;
+static_assert(ASKING_REGISTERS + FEW_GROUPS * MULTIPLYING_REGISTERS <= 512, "a quarter has a warp of each");
+
 // Accesses of a token, and from one token to the next: those of a step with two octs that are read at once are in different banks.
 constexpr int TOKEN_LENGTH = GATE_WARPS * KNOWN_LENGTH / 8, TOKEN_PITCH = TOKEN_LENGTH + QUADS;
+
+// Whole lines are copied: memory is all that is waited for.
+template <typename Format>
+using FewGateSlot = GateSlot<Format, false>;
+template <typename Format>
+using FewSlot = Slot<Format, false>;
+
+// All warps of a group have so many registers from now on, what it had more or less being the block's.
+template <int REGISTERS>
+__device__ __forceinline__ void keep_registers()
+{
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+#endif
+}
+
+template <int REGISTERS>
+__device__ __forceinline__ void take_registers()
+{
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+#endif
+}
 
 // Where an oct of a token is: two octs of a lane make a step, in each of which those of quads lie side by side.
 __device__ __forceinline__ constexpr int place_of_oct(int oct)
@@ -62,12 +91,13 @@ __device__ __forceinline__ void bring_tokens(const GateUp& call, int thread, Byt
 struct FewSums {
     alignas(16) float each[GATE_WARPS][TILE][HALF_COLUMNS];
 
-    __device__ __forceinline__ void put(int warp, const float (&sums)[4])
+    // Of a row of each half.
+    __device__ __forceinline__ void put(int warp, const float (&sums)[4], int upper, int lower)
     {
-        const int line = (threadIdx.x & 31) / 4, quad = threadIdx.x & 3;
+        const int quad = threadIdx.x & 3;
         if (2 * quad < HALF_COLUMNS) {
-            *reinterpret_cast<float2*>(&each[warp][line][2 * quad]) = make_float2(sums[0], sums[1]);
-            *reinterpret_cast<float2*>(&each[warp][line + 8][2 * quad]) = make_float2(sums[2], sums[3]);
+            *reinterpret_cast<float2*>(&each[warp][upper][2 * quad]) = make_float2(sums[0], sums[1]);
+            *reinterpret_cast<float2*>(&each[warp][lower][2 * quad]) = make_float2(sums[2], sums[3]);
         }
     }
 
@@ -86,23 +116,31 @@ struct FewSums {
 
 template <typename GateFormat, typename DownFormat, bool HAS_OTHER>
 struct FewMemory {
-    static constexpr int ORDER = GateFormat::ORDER;
-    static constexpr int GATE_BYTES = GateSlot<GateFormat, false>::BYTES, TILE_BYTES = Slot<DownFormat, false>::BYTES;
+    static constexpr int ORDER = GateFormat::ORDER, GATE_BYTES = FewGateSlot<GateFormat>::BYTES, TILE_BYTES = FewSlot<DownFormat>::BYTES;
     static constexpr int SLOT_BYTES = GATE_BYTES > GATE_WARPS * TILE_BYTES ? GATE_BYTES : GATE_WARPS * TILE_BYTES;
     // Of a group: two where a unit is small. More on its way than memory takes to answer only makes multiprocessors end at different times.
     static constexpr int SLOTS = GateFormat::HAS_SCALE && ORDER != BYTES ? 2 : 1;
+    static constexpr bool HAS_ASKERS = SLOTS > 1;
+    static constexpr int WARPS = DOWN_WARPS + (HAS_ASKERS ? GATE_WARPS : 0);
     char slots[FEW_GROUPS][SLOTS][SLOT_BYTES];
     // The first group's unit and the first warp's tile of the shared expert in eight bits.
-    char other_unit[HAS_OTHER ? GateSlot<Wide, false>::BYTES : 16];
-    char other_tile[HAS_OTHER ? Slot<Wide, false>::BYTES : 16];
-    uint64 gate_arrivals[FEW_GROUPS][SLOTS], down_arrivals[DOWN_WARPS][SLOTS], other_gate_arrival, other_down_arrival;
+    char other_unit[HAS_OTHER ? FewGateSlot<Wide>::BYTES : 16];
+    char other_tile[HAS_OTHER ? FewSlot<Wide>::BYTES : 16];
+    uint64 gate_arrivals[FEW_GROUPS][SLOTS], gate_ends[FEW_GROUPS][SLOTS], down_arrivals[DOWN_WARPS][SLOTS], other_gate_arrival, other_down_arrival;
     FewGroups groups;
-    FewSums sums_of_units[FEW_GROUPS][SLOTS];
-    // Which units are in the slots, and which come behind.
-    int units[FEW_GROUPS][SLOTS], later[FEW_GROUPS][SLOTS];
+    FewSums sums_of_units[FEW_GROUPS][2];
+    // Which units are in the slots.
+    int units[FEW_GROUPS][SLOTS];
     int first[FEW_GROUPS], other[2], warps_done;
     DownMemory<HALF_COLUMNS> down;
     Bytes16 tokens[HALF_COLUMNS][TOKEN_PITCH];
+
+    // A warp has what it wants of claims and of what has been chosen, which the next launch takes back: behind the last one that is let go.
+    __device__ __forceinline__ void end_claiming()
+    {
+        if (threadIdx.x % 32 == 0 && atomicAdd(&warps_done, 1) == DOWN_WARPS + (HAS_ASKERS ? FEW_GROUPS : 0) - 1)
+            release_successor();
+    }
 };
 
 // The barriers of a group: one for each slot, and the last one for what the first group has besides.
@@ -116,9 +154,10 @@ __device__ __forceinline__ constexpr int barrier_of(int group, int number)
 // A warp's part of a group's units of the gate and up projections.
 template <typename Format, typename Memory>
 struct FewGateStream {
-    using Own = GateSlot<Format, false>;
+    using Own = FewGateSlot<Format>;
     using Work = GateUpWork<Format, 1, false, true>;
     static constexpr int SLOTS = Memory::SLOTS, STEPS = Own::STEPS;
+    static constexpr bool HAS_ASKERS = Memory::HAS_ASKERS;
     Work work;
     Memory& memory;
     int group, warp;
@@ -130,21 +169,18 @@ struct FewGateStream {
         work.take_usual();
     }
 
-    // Warps from one on, so many of them, ask for a unit beside each other.
-    template <int WARPS>
-    __device__ __forceinline__ void ask(int unit, const char* slot, const uint64* arrival, int first_warp) const
+    // So many threads ask for a unit beside each other.
+    static __device__ __forceinline__ void ask(const Work& work, int unit, const char* slot, const uint64* arrival, int thread, int threads)
     {
         const int segment = work.call.tiles.quotient(unit), tile = unit - segment * static_cast<int>(work.call.tiles.value);
         const Bank bank = choose(segment < work.shared_segments, work.banks.shared, work.banks.routed);
-        const int width = static_cast<int>(work.call.width);
+        const int width = static_cast<int>(work.call.width), expert = work.segments[segment].expert;
         const CachePolicy policy = policy_evict_first();
-        if (threadIdx.x % 32 == 0) {
-            if (warp == first_warp)
-                Own::expect(arrival);
+        if (thread == 0)
+            Own::expect(arrival);
 #pragma unroll
-            for (int copy = warp - first_warp; copy < Own::COPIES; copy += WARPS)
-                Own::ask(bank, work.segments[segment].expert, tile, width, slot, arrival, copy, policy);
-        }
+        for (int copy = thread; copy < Own::COPIES; copy += threads)
+            Own::ask(bank, expert, tile, width, slot, arrival, copy, policy);
     }
 
     // The slots' first units, and which they are.
@@ -156,10 +192,12 @@ struct FewGateStream {
             const uint64* arrival = memory.gate_arrivals[group] + slot;
             if (is_first)
                 memory.units[group][slot] = first + slot;
-            if (first + slot < end)
-                ask<GATE_WARPS>(first + slot, memory.slots[group][slot], arrival, 0);
-            else if (is_first)
-                arrive(shared_address(arrival));
+            if (first + slot >= end) {
+                if (is_first)
+                    arrive(shared_address(arrival));
+            } else if (threadIdx.x % 32 == 0) {
+                ask(work, first + slot, memory.slots[group][slot], arrival, warp, GATE_WARPS);
+            }
         }
     }
 
@@ -180,9 +218,8 @@ struct FewGateStream {
     {
         const Bytes16* token = token_of(place);
         RowScales<Format, Format::HAS_SCALE ? STEPS : 0> scales[2];
-        const int line = (threadIdx.x & 31) / 4;
-        scales[0].take_all(Own::scales(slot, line, warp));
-        scales[1].take_all(Own::scales(slot, line + Own::HALF, warp));
+        scales[0].take_all(Own::scales(slot, Own::Rows::own(0), warp));
+        scales[1].take_all(Own::scales(slot, Own::Rows::own(1), warp));
 #pragma unroll
         for (int step = 0; step < STEPS; step++) {
             typename Format::Raw held[2];
@@ -200,20 +237,11 @@ struct FewGateStream {
         work.put_activation(place, __shfl_sync(~0u, static_cast<int>(place.route), 4 * column), 0, column, sums.x, sums.y);
     }
 
-    // All units of the group, from those on that its slots have, of which this is the first. A warp in turn puts a unit together, and asks for what comes
-    // to its slot next, while the others go on. Whoever asks for a unit claims the one behind it in the slot, because an answer takes as long as a unit,
-    // and hands it on when all meet next. Where nothing comes any more, `ask_down` has a place in the slot.
-    template <typename AskDown>
-    __device__ __forceinline__ void run(int begin, int end, int first, const AskDown& ask_down) const
+    // All units of the group. A warp in turn puts a unit together, while the others go on; without a group that asks the first one does `next` instead.
+    // Behind the last unit of a slot `behind` is done.
+    template <typename Next, typename Behind>
+    __device__ __forceinline__ void run(int end, const Next& next, const Behind& behind) const
     {
-        int* claims = const_cast<Groups*>(work.call.groups)->claims;
-        int(&units)[SLOTS] = memory.units[group];
-        const int lane = threadIdx.x & 31;
-        int claimed = 0, claimed_slot = SLOTS;
-        if (lane == 0 && warp < SLOTS && first + warp < end) {
-            claimed = begin + claim(claims, 1);
-            claimed_slot = warp;
-        }
         // Slots that nothing comes to any more, as bits.
         unsigned ended = 0;
 #pragma unroll 1
@@ -221,45 +249,107 @@ struct FewGateStream {
             const int slot = number % SLOTS;
             if (ended >> slot & 1)
                 continue;
-            const char* own = memory.slots[group][slot];
-            const unsigned arrival = shared_address(memory.gate_arrivals[group] + slot);
-            wait_for_phase(arrival, number / SLOTS & 1);
-            const int unit = units[slot];
+            wait_for_phase(shared_address(memory.gate_arrivals[group] + slot), number / SLOTS & 1);
+            const int unit = memory.units[group][slot];
             if (unit >= end) {
-                ask_down(slot);
+                behind(slot);
                 ended |= 1u << slot;
                 continue;
             }
             const Place place = work.place(unit);
-            FewSums& sums_of_unit = memory.sums_of_units[group][slot];
+            FewSums& sums_of_unit = memory.sums_of_units[group][number % 2];
             float sums[1][1][4] = {};
-            multiply(place, own, sums);
-            sums_of_unit.put(warp, sums[0][0]);
-            if (claimed_slot < SLOTS) {
-                memory.later[group][claimed_slot] = claimed;
-                claimed_slot = SLOTS;
-            }
-            if (number % GATE_WARPS != warp) {
+            multiply(place, memory.slots[group][slot], sums);
+            sums_of_unit.put(warp, sums[0][0], Own::Rows::own(0), Own::Rows::own(1));
+            // Sums have two places, so that those of the next unit may come before these have been taken.
+            const bool is_asker = !HAS_ASKERS && warp == 0;
+            const int its_turn = HAS_ASKERS ? number % GATE_WARPS : 1 + number % (GATE_WARPS - 1);
+            if (!is_asker && warp != its_turn) {
                 arrive_to_meet<GROUP_THREADS>(barrier_of(group, slot));
                 continue;
             }
             meet<GROUP_THREADS>(barrier_of(group, slot));
-            // All are done with the slot, and this warp with their sums before it says what comes next.
+            // All are done with the slot.
+            if (is_asker) {
+                next(slot);
+                continue;
+            }
             const float2 all = sums_of_unit.take();
             __syncwarp();
-            if (lane == 0) {
-                const int later = memory.later[group][slot];
-                units[slot] = later;
-                if (later < end) {
-                    ask<1>(later, own, memory.gate_arrivals[group] + slot, warp);
-                    claimed = begin + claim(claims, 1);
-                    claimed_slot = slot;
-                } else {
-                    arrive(arrival);
-                }
-            }
+            // And with their sums, which the slot's next unit comes to.
+            if (HAS_ASKERS && threadIdx.x % 32 == 0)
+                arrive(shared_address(memory.gate_ends[group] + slot));
             hand_on(place, all);
         }
+    }
+};
+
+// A thread asks for a group's units behind its first ones. Whoever asks for a unit claims the one behind it in the slot, because an answer takes as long
+// as a unit.
+template <typename Format, typename Memory>
+struct FewAsker {
+    using Gates = FewGateStream<Format, Memory>;
+    static constexpr int SLOTS = Memory::SLOTS;
+    const typename Gates::Work& work;
+    Memory& memory;
+    int group, begin, end, first;
+    int claimed[SLOTS];
+
+    __device__ __forceinline__ FewAsker(const typename Gates::Work& work, Memory& memory, int group, int begin, int end)
+        : work(work), memory(memory), group(group), begin(begin), end(end), first(begin + memory.first[group])
+    {
+    }
+
+    __device__ __forceinline__ bool has_first(int slot) const
+    {
+        return first + slot < end;
+    }
+
+    __device__ __forceinline__ void claim_next(int slot)
+    {
+        claimed[slot] = claim(const_cast<Groups*>(work.call.groups)->claims, 1);
+    }
+
+    // What comes to a slot next, when all are done with what it had; false if nothing does.
+    __device__ __forceinline__ bool ask_next(int slot)
+    {
+        const int unit = begin + claimed[slot];
+        const uint64* arrival = memory.gate_arrivals[group] + slot;
+        memory.units[group][slot] = unit;
+        if (unit >= end) {
+            arrive(shared_address(arrival));
+            return false;
+        }
+        Gates::ask(work, unit, memory.slots[group][slot], arrival, 0, 1);
+        claim_next(slot);
+        return true;
+    }
+
+    // All units, as the group ends those in front. Behind a slot's last one `behind` is done.
+    template <typename Behind>
+    __device__ __forceinline__ void ask_for_all(const Behind& behind)
+    {
+        unsigned ended = 0;
+        const auto end_slot = [&](int slot) {
+            behind(slot);
+            ended |= 1u << slot;
+        };
+#pragma unroll
+        for (int slot = 0; slot < SLOTS; slot++)
+            if (has_first(slot))
+                claim_next(slot);
+            else
+                end_slot(slot);
+#pragma unroll 1
+        for (int turn = 0; ended != (1 << SLOTS) - 1; turn++)
+#pragma unroll
+            for (int slot = 0; slot < SLOTS; slot++) {
+                if (ended >> slot & 1)
+                    continue;
+                wait_for_phase(shared_address(memory.gate_ends[group] + slot), turn & 1);
+                if (!ask_next(slot))
+                    end_slot(slot);
+            }
     }
 };
 
@@ -267,7 +357,7 @@ struct FewGateStream {
 template <typename Memory>
 __device__ __forceinline__ void ask_for_other_unit(const Banks& banks, Memory& memory, int unit)
 {
-    using Own = GateSlot<Wide, false>;
+    using Own = FewGateSlot<Wide>;
     const CachePolicy policy = policy_evict_first();
     Own::expect(&memory.other_gate_arrival);
 #pragma unroll
@@ -292,7 +382,7 @@ __device__ __forceinline__ void run_other_units(const GateUp& call, const Banks&
         FewSums& sums_of_unit = memory.sums_of_units[0][0];
         float sums[1][1][4] = {};
         stream.multiply(place, memory.other_unit, sums);
-        sums_of_unit.put(stream.warp, sums[0][0]);
+        sums_of_unit.put(stream.warp, sums[0][0], FewGateSlot<Wide>::Rows::own(0), FewGateSlot<Wide>::Rows::own(1));
         if (threadIdx.x == 0)
             memory.other[phase ^ 1] = claim(const_cast<Groups*>(call.groups)->claims + 1, 1);
         meet<GROUP_THREADS>(barrier_of(0, LAST_BARRIER));
@@ -315,6 +405,12 @@ struct FewParts {
           has_other_units(is_gate_other && has_shared), has_other_tile(is_down_other && has_shared && has_tile), tiles(static_cast<int>(gate.tiles.value))
     {
     }
+
+    // A warp's first tile of the down projections but that in another format.
+    __device__ __forceinline__ int first_tile(int warp) const
+    {
+        return has_other_tile && warp == 0 ? DOWN_WARPS : warp;
+    }
 };
 
 // What a block needs before its first unit: the groups, tokens, barriers, and a first claim for each group. Warps are each for themselves: answers take
@@ -322,7 +418,7 @@ struct FewParts {
 template <bool HAS_OTHER, typename Memory>
 __device__ __forceinline__ void begin_few(const GateUp& gate, const Banks& gate_banks, const Banks& down_banks, const FewParts& parts, Memory& memory)
 {
-    constexpr int BARRIERS = (FEW_GROUPS + DOWN_WARPS) * Memory::SLOTS, TOKEN_WARPS = DOWN_WARPS - 2;
+    constexpr int BARRIERS = (2 * FEW_GROUPS + DOWN_WARPS) * Memory::SLOTS, TOKEN_WARPS = Memory::WARPS - 2;
     const int warp = threadIdx.x / 32;
     int* claims = const_cast<Groups*>(gate.groups)->claims;
     if (warp == 0) {
@@ -332,14 +428,14 @@ __device__ __forceinline__ void begin_few(const GateUp& gate, const Banks& gate_
             id = wait_for_choice(gate.groups, lane);
         __syncwarp();
         group_lanes(id, parts.has_shared, memory.groups);
-    } else if (warp == DOWN_WARPS - 1) {
+    } else if (warp == Memory::WARPS - 1) {
         // What hangs on no choice.
         if (HAS_OTHER && threadIdx.x % 32 == 0) {
             init_barrier(shared_address(&memory.other_gate_arrival), 1);
             init_barrier(shared_address(&memory.other_down_arrival), 1);
             fence_for_copies();
             if (parts.has_other_tile)
-                Slot<Wide, false>::ask(down_banks.shared, blockIdx.x * TILE, memory.other_tile, &memory.other_down_arrival);
+                FewSlot<Wide>::ask(down_banks.shared, blockIdx.x * TILE, memory.other_tile, &memory.other_down_arrival);
             const int other = parts.has_other_units ? claim(claims + 1, 1) : parts.tiles;
             memory.other[0] = other;
             if (other < parts.tiles)
@@ -364,6 +460,28 @@ __device__ __forceinline__ void begin_few(const GateUp& gate, const Banks& gate_
     __syncthreads();
 }
 
+// A thread asks for all that comes to the slots of a group: units, and behind them the first tiles of its warps.
+template <typename GateFormat, typename DownFormat, typename Memory>
+__device__ __forceinline__ void ask_for_group(
+    const GateUp& gate, const Down& down, const Banks& gate_banks, const Banks& down_banks, const FewParts& parts, Memory& memory, int group, int begin, int end)
+{
+    using Asker = FewAsker<GateFormat, Memory>;
+    const int segments = memory.groups.segments, shared_segments = memory.groups.shared_segments;
+    const typename Asker::Gates::Work work(gate, gate_banks, shared_segments, nullptr, memory.groups.each);
+    int asked = 0;
+    Asker(work, memory, group, begin, end).ask_for_all([&](int slot) {
+#pragma unroll 1
+        for (int number = 0; number < GATE_WARPS && parts.has_tile; number++) {
+            const int warp = group * GATE_WARPS + number, unit = parts.first_tile(warp) + asked * DOWN_WARPS;
+            const Bank bank = choose(unit < shared_segments, down_banks.shared, down_banks.routed);
+            if (unit < segments)
+                FewSlot<DownFormat>::ask(bank, memory.groups.each[unit].expert * down.hidden + blockIdx.x * TILE,
+                                         memory.slots[group][slot] + number * Memory::TILE_BYTES, memory.down_arrivals[warp] + slot);
+        }
+        asked++;
+    });
+}
+
 template <typename GateFormat, typename DownFormat, bool HAS_OTHER>
 __device__ __forceinline__ void run_experts_few(
     const GateUp& gate, const Down& down, const Banks& gate_banks, const Banks& down_banks, bool is_gate_other, bool is_down_other)
@@ -378,39 +496,57 @@ __device__ __forceinline__ void run_experts_few(
     begin_few<HAS_OTHER>(gate, gate_banks, down_banks, parts, memory);
     const int segments = memory.groups.segments, shared_segments = memory.groups.shared_segments;
     // Units of the shared expert in another format are apart.
-    const int begin = parts.has_other_units ? shared_segments * parts.tiles : 0, end = segments * parts.tiles, first = begin + memory.first[group];
+    const int begin = parts.has_other_units ? shared_segments * parts.tiles : 0, end = segments * parts.tiles;
+    if constexpr (Memory::HAS_ASKERS) {
+        if (group == FEW_GROUPS) {
+            keep_registers<ASKING_REGISTERS>();
+            const int served = warp % GATE_WARPS;
+            if (served < FEW_GROUPS && threadIdx.x % 32 == 0) {
+                ask_for_group<GateFormat, DownFormat>(gate, down, gate_banks, down_banks, parts, memory, served, begin, end);
+                memory.end_claiming();
+            }
+            return;
+        }
+        take_registers<MULTIPLYING_REGISTERS>();
+    }
     const FewGateStream<GateFormat, Memory> gates(gate, gate_banks, memory);
-    gates.ask_first(first, end);
+    gates.ask_first(begin + memory.first[group], end);
+    FewAsker<GateFormat, Memory> asker(gates.work, memory, group, begin, end);
+    if (!Memory::HAS_ASKERS && threadIdx.x % GROUP_THREADS == 0 && asker.has_first(0))
+        asker.claim_next(0);
     // Activations of the launch in front of routing have been read, when that has ended.
     wait_for_predecessor();
     const DownRest<THREADS, HALF_COLUMNS> rest(down, parts.has_tile);
     if constexpr (HAS_OTHER)
         if (group == 0 && parts.has_other_units)
             run_other_units(gate, gate_banks, memory, memory.other[0]);
-    // A warp's tiles of the down projections, of which the first one's first may be in another format.
-    const bool is_other = HAS_OTHER && parts.has_other_tile && warp == 0;
-    const int first_tile = is_other ? DOWN_WARPS : warp;
     const DownWork<DownFormat> work(down, down_banks, shared_segments, memory.down.sums_of_paths);
     SlotStream<DownFormat, FewTokens<Memory::SLOTS>, Memory::SLOT_BYTES> stream(
         work, memory.groups.each, memory.slots[group][0] + warp % GATE_WARPS * Memory::TILE_BYTES, memory.down_arrivals[warp],
         parts.has_tile ? segments : 0);
+    const int first_tile = parts.first_tile(warp);
     int asked = 0, first_slot = 0;
-    gates.run(begin, end, first, [&](int slot) {
-        if (asked == 0)
-            first_slot = slot;
-        stream.ask(first_tile + asked * DOWN_WARPS, slot);
-        asked++;
-    });
-    // The next launch takes back claims, and what has been chosen: all have what they want.
-    if (threadIdx.x % 32 == 0 && atomicAdd(&memory.warps_done, 1) == DOWN_WARPS - 1)
-        release_successor();
+    gates.run(
+        end,
+        [&](int slot) {
+            if (threadIdx.x % 32 == 0)
+                asker.ask_next(slot);
+        },
+        [&](int slot) {
+            if (asked == 0)
+                first_slot = slot;
+            if (!Memory::HAS_ASKERS)
+                stream.ask(first_tile + asked * DOWN_WARPS, slot);
+            asked++;
+        });
+    memory.end_claiming();
     if (!parts.has_tile)
         return;
     rest.put(memory.down);
     if constexpr (HAS_OTHER)
-        if (is_other) {
+        if (parts.has_other_tile && warp == 0) {
             const DownWork<Wide> other_work(down, down_banks, shared_segments, memory.down.sums_of_paths);
-            SlotStream<Wide, FewTokens<1>, Slot<Wide, false>::BYTES> other_stream(
+            SlotStream<Wide, FewTokens<1>, FewSlot<Wide>::BYTES> other_stream(
                 other_work, memory.groups.each, memory.other_tile, &memory.other_down_arrival, shared_segments);
             other_stream.take(0);
             other_stream.go_on(0, 0, 0);
