@@ -667,6 +667,29 @@ def _are_routed_together(tokens: int, hidden: int, device: int, stream: int) -> 
     return tokens <= _FEW and hidden // 32 <= _FEW_STEPS and _ROUTE_FEW.has_room(device, stream)
 
 
+def _routing_of_few(
+    x: Tensor,
+    first: int,
+    tokens: int,
+    router_at: int,
+    experts: int,
+    has_shared: bool,
+    outputs: tuple[int, int, int, int, int],
+    groups_at: int,
+    counters: int,
+    words: tuple[int, int, int, int] = (0, 0, 0, 0),
+) -> Launch:
+    """Scores and selection in one launch.
+
+    `words`: whether it says what is chosen as soon as it knows, for a launch that waits for that; whether these words are this call's alone before
+    the launch in front has ended; and activations that are taken back for the same launch, their address and so many accesses.
+    """
+    arguments = (
+        _token_at(x, first), _row(x) // 8, router_at, x[1][1] // 32, experts, int(has_shared), tokens, *outputs, groups_at, counters, *words
+    )  # fmt: skip
+    return _ROUTE_FEW, _ROUTE_BLOCKS, 32 * _ROUTE_WARPS, arguments
+
+
 def _routing(
     x: Tensor,
     first: int,
@@ -681,20 +704,11 @@ def _routing(
     counters: int,
     device: int,
     stream: int,
-    has_choices: bool = False,
-    is_early: bool = False,
-    act: tuple[int, int] = (0, 0),
 ) -> list[Launch]:
-    """Scores and selection, in one launch for few tokens; `outputs` are ids, alpha, its stride, shared scale, its stride.
-
-    That one launch may say what is chosen as soon as it knows, and take activations back, at an address and so many accesses, for a launch that waits
-    for both and may come up early.
-    """
+    """Scores and selection, in one launch for few tokens; `outputs` are ids, alpha, its stride, shared scale, its stride."""
     x_at, steps = _token_at(x, first), x[1][1] // 32
     if not owners_at and _are_routed_together(tokens, x[1][1], device, stream):
-        of_x, words = (x_at, _row(x) // 8, router_at, steps), (int(has_choices), int(is_early), *act)
-        routed = (*of_x, experts, int(has_shared), tokens, *outputs, groups_at, counters, *words)
-        return [(_ROUTE_FEW, _ROUTE_BLOCKS, 32 * _ROUTE_WARPS, routed)]
+        return [_routing_of_few(x, first, tokens, router_at, experts, has_shared, outputs, groups_at, counters)]
     rows = experts + has_shared
     tiles, padded = blocks_for(rows, _TILE), _padded(rows)
     block_tokens = _SCORE_TOKENS if tokens <= _BATCH else _MANY_SCORE_TOKENS
@@ -794,7 +808,8 @@ def _decode(x: Tensor, dest: Tensor, geometry: Geometry, parts: list[int], count
         routed = (x, first, some, geometry.router, experts, has_shared, scratch.parts, outputs, scratch.groups, 0, counters, device, stream)
         together = experts_few_for(geometry.gate_up_format, geometry.down_format, some, geometry.hidden, geometry.width, device)
         if together and _are_routed_together(some, geometry.hidden, device, stream):
-            launches += _routing(*routed, True, is_early, (scratch.act, some * geometry.paths * geometry.width // 4))
+            words = (1, int(is_early), scratch.act, some * geometry.paths * geometry.width // 4)
+            launches.append(_routing_of_few(x, first, some, geometry.router, experts, has_shared, outputs, scratch.groups, counters, words))
             launches.append(_experts_few(together, x, dest, first, some, geometry, scratch, shared_at, device))
             continue
         awaited = _AWAITS_NOTHING
