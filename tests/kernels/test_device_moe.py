@@ -166,7 +166,11 @@ def test_weights_are_checked_again_where_they_look_another_way(monkeypatch: pyte
 
 
 STRUCTS = {"bf16": "Bf16", "fp8": "Fp8", "q4": "Split<4>", "q5": "Split<5>", "q6": "Split<6>", "w8": "Wide"}
-DEVICE_FILES = ("moe.cu", "moe_prefill.cu", *(f"moe{part}.cuh" for part in ("", "_choice", "_few", "_gate_slots", "_one", "_slots", "_stream")))
+DEVICE_FILES = (
+    "moe.cu",
+    "moe_prefill.cu",
+    *(f"moe{part}.cuh" for part in ("", "_choice", "_few", "_gate_slots", "_one", "_slots", "_stream", "_tile")),
+)
 
 
 def device_code() -> str:

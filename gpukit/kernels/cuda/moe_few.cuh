@@ -9,9 +9,9 @@
 #include "moe_slots.cuh"
 
 constexpr int FEW_GROUPS = DOWN_WARPS / GATE_WARPS, GROUP_THREADS = 32 * GATE_WARPS;
-// Where a group has two slots, there is a group more, whose warps ask for what comes to these, one for each group: whoever asks waits for the copies in
-// front, and would hold up those with which it multiplies. Registers of a thread of each kind; a quarter of a multiprocessor has 512 for each of its
-// lanes, and a warp of each group.
+// Where a group has two slots, there is a group more, whose warps ask for what comes to these, one for each group: whoever asks is late, and would hold
+// up those with which it multiplies. Registers of a thread of each kind; a quarter of a multiprocessor has 512 for each of its lanes, and a warp of each
+// group.
 constexpr int ASKING_REGISTERS = 32, MULTIPLYING_REGISTERS = 160;
 static_assert(ASKING_REGISTERS + FEW_GROUPS * MULTIPLYING_REGISTERS <= 512, "a quarter has a warp of each");
 

@@ -4,16 +4,16 @@
 
 #include "moe.cuh"
 
-// A row is a multiple of all banks long, and a warp reads a step from as many rows at once as fit into these. HAS_GAPS: so that they are in different
-// banks, rows that are side by side in the bank of weights are a part, for which one copy is enough; parts lie a step further apart than they are long,
-// and lines of a warp that are side by side have rows of different parts. It is quicker for whoever waits for a single tile; copies that are not whole
-// lines of 128 bytes on both sides are slower, which is more where memory is all that is waited for.
+// A row of the base is a multiple of all banks long, and a warp reads a step from as many rows at once as fit into these. HAS_GAPS: so that they are
+// in different banks, rows that are side by side in the bank of weights are a part, for which one copy is enough; parts lie a step further apart than
+// they are long, and lines of a warp that are side by side have rows of different parts. It is quicker for whoever waits for a single tile; copies
+// that are not whole lines of 128 bytes on both sides are slower, which is more where memory is all that is waited for.
 template <typename Format, bool HAS_GAPS>
 struct TileRows {
     static constexpr int BANKS_BYTES = 128, PARTS = HAS_GAPS ? BANKS_BYTES / Format::STEP_BYTES : 1, ROWS = TILE / PARTS, GAPS = PARTS - 1;
     // From this lane's row in one half of what a tensor core takes to that in the other.
     static constexpr int APART = ROWS / 2;
-    // Of the base; and of the high bits, which are less: as little as a copy's end can be moved.
+    // Of the base; and of the high bits, which are less: as little as a copy's end can be moved, so that at most two rows meet.
     static constexpr int GAP = Format::STEP_BYTES, HIGH_GAP = 16;
 
     // Where a row of so many bytes begins.
