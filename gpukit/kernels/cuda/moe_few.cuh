@@ -463,7 +463,8 @@ __device__ __forceinline__ void begin_few(const GateUp& gate, const Banks& gate_
 // A thread asks for all that comes to the slots of a group: units, and behind them the first tiles of its warps.
 template <typename GateFormat, typename DownFormat, typename Memory>
 __device__ __forceinline__ void ask_for_group(
-    const GateUp& gate, const Down& down, const Banks& gate_banks, const Banks& down_banks, const FewParts& parts, Memory& memory, int group, int begin, int end)
+    const GateUp& gate, const Down& down, const Banks& gate_banks, const Banks& down_banks, const FewParts& parts, Memory& memory,
+    int group, int begin, int end)
 {
     using Asker = FewAsker<GateFormat, Memory>;
     const int segments = memory.groups.segments, shared_segments = memory.groups.shared_segments;

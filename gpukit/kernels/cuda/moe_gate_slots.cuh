@@ -32,7 +32,9 @@ struct GateSlot {
         const bool is_base = copy < PARTS, is_high = !is_base && copy < PARTS + HIGHS;
         const int rows = is_base || is_high ? TILE / PARTS : HALF, first = (copy - (is_base ? 0 : is_high ? PARTS : PARTS + HIGHS)) * rows;
         const int row_bytes = is_base ? ROW : is_high ? HIGH_ROW : SCALES_ROW;
-        const int to = is_base ? Rows::place(first, ROW, Rows::GAP) : is_high ? HIGH + Rows::place(first, HIGH_ROW, Rows::HIGH_GAP) : SCALES + first * SCALES_ROW;
+        const int to = is_base   ? Rows::place(first, ROW, Rows::GAP)
+                       : is_high ? HIGH + Rows::place(first, HIGH_ROW, Rows::HIGH_GAP)
+                                 : SCALES + first * SCALES_ROW;
         const char* plane = is_base ? bank.base : is_high ? bank.high : bank.scales;
         const int64 row = (2 * expert + first / HALF) * width + tile * HALF + first % HALF;
         copy_in_bulk(shared_address(slot) + to, plane + row * row_bytes, rows * row_bytes, shared_address(barrier), policy);
@@ -44,7 +46,8 @@ struct GateSlot {
         const int quad = threadIdx.x & 3, at = threadIdx.x / 32 % GATE_WARPS * STEPS + step;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            held[half].base = reinterpret_cast<const decltype(held[half].base)*>(slot + Rows::own_place(half, ROW, Rows::GAP) + at * Format::STEP_BYTES)[quad];
+            held[half].base =
+                reinterpret_cast<const decltype(held[half].base)*>(slot + Rows::own_place(half, ROW, Rows::GAP) + at * Format::STEP_BYTES)[quad];
             Format::take_high(held[half], slot + HIGH + Rows::own_place(half, HIGH_ROW, Rows::HIGH_GAP) + at * Format::HIGH_BYTES, quad);
         }
     }

@@ -151,12 +151,14 @@ struct GateOneStream {
     __device__ __forceinline__ float* product(int slot, int slice, int step, int row) const
     {
         constexpr int ROWS = least(Format::STEP_BYTES / sizeof(float), TILE);
-        return reinterpret_cast<float*>(slot_at(slot) + Own::Rows::place(row / ROWS, Own::ROW, Own::Rows::GAP) + (slice * STEPS + step) * Format::STEP_BYTES) + row % ROWS;
+        const int of_row = Own::Rows::place(row / ROWS, Own::ROW, Own::Rows::GAP), of_step = (slice * STEPS + step) * Format::STEP_BYTES;
+        return reinterpret_cast<float*>(slot_at(slot) + of_row + of_step) + row % ROWS;
     }
 
     __device__ __forceinline__ void multiply(int slot, unsigned turn) const
     {
-        const int upper = Own::Rows::own(0), lower = Own::Rows::own(1), quad = threadIdx.x & 3, slice = warp() % GATE_WARPS, from = warp() / GATE_WARPS * EACH;
+        const int upper = Own::Rows::own(0), lower = Own::Rows::own(1), quad = threadIdx.x & 3;
+        const int slice = warp() % GATE_WARPS, from = warp() / GATE_WARPS * EACH;
         wait_for_phase(shared_address(arrival(slot)), turn);
         const char* own = slot_at(slot);
         const TokenSlice& token = memory.token[IS_OTHER][slice];
