@@ -91,13 +91,12 @@ __device__ __forceinline__ void bring_tokens(const GateUp& call, int thread, Byt
 struct FewSums {
     alignas(16) float each[GATE_WARPS][TILE][HALF_COLUMNS];
 
-    // Of a row of each half.
-    __device__ __forceinline__ void put(int warp, const float (&sums)[4], int upper, int lower)
+    __device__ __forceinline__ void put(int warp, const float (&sums)[4])
     {
-        const int quad = threadIdx.x & 3;
+        const int line = (threadIdx.x & 31) / 4, quad = threadIdx.x & 3;
         if (2 * quad < HALF_COLUMNS) {
-            *reinterpret_cast<float2*>(&each[warp][upper][2 * quad]) = make_float2(sums[0], sums[1]);
-            *reinterpret_cast<float2*>(&each[warp][lower][2 * quad]) = make_float2(sums[2], sums[3]);
+            *reinterpret_cast<float2*>(&each[warp][line][2 * quad]) = make_float2(sums[0], sums[1]);
+            *reinterpret_cast<float2*>(&each[warp][line + 8][2 * quad]) = make_float2(sums[2], sums[3]);
         }
     }
 
@@ -237,10 +236,10 @@ struct FewGateStream {
         work.put_activation(place, __shfl_sync(~0u, static_cast<int>(place.route), 4 * column), 0, column, sums.x, sums.y);
     }
 
-    // All units of the group. A warp in turn puts a unit together, while the others go on; without a group that asks the first one does `next` instead.
-    // Behind the last unit of a slot `behind` is done.
-    template <typename Next, typename Behind>
-    __device__ __forceinline__ void run(int end, const Next& next, const Behind& behind) const
+    // All units of the group. A warp in turn puts a unit together, while the others go on; without a group that asks the first one asks instead. Behind the
+    // last unit of a slot `behind` is done.
+    template <typename Asker, typename Behind>
+    __device__ __forceinline__ void run(Asker& asker, const Behind& behind) const
     {
         // Slots that nothing comes to any more, as bits.
         unsigned ended = 0;
@@ -251,7 +250,7 @@ struct FewGateStream {
                 continue;
             wait_for_phase(shared_address(memory.gate_arrivals[group] + slot), number / SLOTS & 1);
             const int unit = memory.units[group][slot];
-            if (unit >= end) {
+            if (unit >= asker.end) {
                 behind(slot);
                 ended |= 1u << slot;
                 continue;
@@ -260,7 +259,7 @@ struct FewGateStream {
             FewSums& sums_of_unit = memory.sums_of_units[group][number % 2];
             float sums[1][1][4] = {};
             multiply(place, memory.slots[group][slot], sums);
-            sums_of_unit.put(warp, sums[0][0], Own::Rows::own(0), Own::Rows::own(1));
+            sums_of_unit.put(warp, sums[0][0]);
             // Sums have two places, so that those of the next unit may come before these have been taken.
             const bool is_asker = !HAS_ASKERS && warp == 0;
             const int its_turn = HAS_ASKERS ? number % GATE_WARPS : 1 + number % (GATE_WARPS - 1);
@@ -271,7 +270,8 @@ struct FewGateStream {
             meet<GROUP_THREADS>(barrier_of(group, slot));
             // All are done with the slot.
             if (is_asker) {
-                next(slot);
+                if (threadIdx.x % 32 == 0)
+                    asker.ask_next(slot);
                 continue;
             }
             const float2 all = sums_of_unit.take();
@@ -382,7 +382,7 @@ __device__ __forceinline__ void run_other_units(const GateUp& call, const Banks&
         FewSums& sums_of_unit = memory.sums_of_units[0][0];
         float sums[1][1][4] = {};
         stream.multiply(place, memory.other_unit, sums);
-        sums_of_unit.put(stream.warp, sums[0][0], FewGateSlot<Wide>::Rows::own(0), FewGateSlot<Wide>::Rows::own(1));
+        sums_of_unit.put(stream.warp, sums[0][0]);
         if (threadIdx.x == 0)
             memory.other[phase ^ 1] = claim(const_cast<Groups*>(call.groups)->claims + 1, 1);
         meet<GROUP_THREADS>(barrier_of(0, LAST_BARRIER));
@@ -527,19 +527,13 @@ __device__ __forceinline__ void run_experts_few(
         parts.has_tile ? segments : 0);
     const int first_tile = parts.first_tile(warp);
     int asked = 0, first_slot = 0;
-    gates.run(
-        end,
-        [&](int slot) {
-            if (threadIdx.x % 32 == 0)
-                asker.ask_next(slot);
-        },
-        [&](int slot) {
-            if (asked == 0)
-                first_slot = slot;
-            if (!Memory::HAS_ASKERS)
-                stream.ask(first_tile + asked * DOWN_WARPS, slot);
-            asked++;
-        });
+    gates.run(asker, [&](int slot) {
+        if (asked == 0)
+            first_slot = slot;
+        if (!Memory::HAS_ASKERS)
+            stream.ask(first_tile + asked * DOWN_WARPS, slot);
+        asked++;
+    });
     memory.end_claiming();
     if (!parts.has_tile)
         return;

@@ -10,19 +10,18 @@
 
 // Where the planes of a unit are in its slot: of each plane the gate rows, then the up rows, in parts.
 template <typename Format, bool HAS_GAPS>
-struct GateSlot {
-    using Rows = TileRows<Format, HAS_GAPS>;
-    static constexpr int STEPS = KNOWN_LENGTH / Format::STEP, ALL_STEPS = GATE_WARPS * STEPS, HALF = TILE / 2;
-    static constexpr int ROW = ALL_STEPS * Format::STEP_BYTES, HIGH_ROW = ALL_STEPS * Format::HIGH_BYTES;
-    static constexpr int SCALES_ROW = Format::HAS_SCALE ? 2 * ALL_STEPS : 0, HIGH = TILE * ROW + Rows::GAPS * Rows::GAP;
-    static constexpr int SCALES = HIGH + TILE * HIGH_ROW + (HIGH_ROW > 0 ? Rows::GAPS * Rows::HIGH_GAP : 0), BYTES = SCALES + TILE * SCALES_ROW;
+struct GateSlot : TilePlanes<Format, GATE_WARPS * KNOWN_LENGTH / Format::STEP, HAS_GAPS> {
+    using Planes = TilePlanes<Format, GATE_WARPS * KNOWN_LENGTH / Format::STEP, HAS_GAPS>;
+    using typename Planes::Rows;
+    using Planes::ROW, Planes::HIGH_ROW, Planes::SCALES_ROW, Planes::HIGH, Planes::SCALES;
+    static constexpr int STEPS = KNOWN_LENGTH / Format::STEP, HALF = TILE / 2;
 
     // A part is a copy, or a half.
     static constexpr int PARTS = Rows::PARTS > 2 ? Rows::PARTS : 2, HIGHS = HIGH_ROW > 0 ? PARTS : 0, COPIES = PARTS + HIGHS + (SCALES_ROW > 0 ? 2 : 0);
 
     static __device__ __forceinline__ void expect(const uint64* barrier)
     {
-        arrive_and_expect(shared_address(barrier), TILE * (ROW + HIGH_ROW + SCALES_ROW));
+        arrive_and_expect(shared_address(barrier), Planes::COPIED_BYTES);
     }
 
     // One of the copies, when all are done with what the slot had.
@@ -43,18 +42,15 @@ struct GateSlot {
     // All but the scales of this lane's part of a step of this warp's slice.
     static __device__ __forceinline__ void take(const char* slot, int step, typename Format::Raw (&held)[2])
     {
-        const int quad = threadIdx.x & 3, at = threadIdx.x / 32 % GATE_WARPS * STEPS + step;
+        const int at = threadIdx.x / 32 % GATE_WARPS * STEPS + step;
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            held[half].base =
-                reinterpret_cast<const decltype(held[half].base)*>(slot + Rows::own_place(half, ROW, Rows::GAP) + at * Format::STEP_BYTES)[quad];
-            Format::take_high(held[half], slot + HIGH + Rows::own_place(half, HIGH_ROW, Rows::HIGH_GAP) + at * Format::HIGH_BYTES, quad);
-        }
+        for (int half = 0; half < 2; half++)
+            Planes::take(slot, half, at, held[half]);
     }
 
     // Where the scales of a row's slice are.
     static __device__ __forceinline__ const char* scales(const char* slot, int row, int slice)
     {
-        return slot + SCALES + row * SCALES_ROW + slice * 2 * STEPS;
+        return Planes::scales_of(slot, row) + slice * 2 * STEPS;
     }
 };

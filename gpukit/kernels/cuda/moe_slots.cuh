@@ -29,19 +29,18 @@ struct OneToken {
 
 // Where a tile's planes are in its slot: what lies one behind the other in the bank, in parts.
 template <typename Format, bool HAS_GAPS>
-struct Slot {
-    using Rows = TileRows<Format, HAS_GAPS>;
+struct Slot : TilePlanes<Format, KNOWN_LENGTH / Format::STEP, HAS_GAPS> {
+    using Planes = TilePlanes<Format, KNOWN_LENGTH / Format::STEP, HAS_GAPS>;
+    using typename Planes::Rows;
+    using Planes::ROW, Planes::HIGH_ROW, Planes::SCALES_ROW, Planes::HIGH, Planes::SCALES;
     static constexpr int STEPS = KNOWN_LENGTH / Format::STEP;
-    static constexpr int ROW = STEPS * Format::STEP_BYTES, HIGH_ROW = STEPS * Format::HIGH_BYTES, SCALES_ROW = Format::HAS_SCALE ? 2 * STEPS : 0;
-    static constexpr int HIGH = TILE * ROW + Rows::GAPS * Rows::GAP;
-    static constexpr int SCALES = HIGH + TILE * HIGH_ROW + (HIGH_ROW > 0 ? Rows::GAPS * Rows::HIGH_GAP : 0), BYTES = SCALES + TILE * SCALES_ROW;
 
     // One thread asks for the tile from a row on, when all are done with what the slot had.
     static __device__ __forceinline__ void ask(const Bank& bank, int64 row, const void* slot, const uint64* barrier)
     {
         const unsigned to = shared_address(slot), arrival = shared_address(barrier);
         const CachePolicy policy = policy_evict_first();
-        arrive_and_expect(arrival, TILE * (ROW + HIGH_ROW + SCALES_ROW));
+        arrive_and_expect(arrival, Planes::COPIED_BYTES);
 #pragma unroll
         for (int first = 0; first < TILE; first += Rows::ROWS) {
             const int base = Rows::place(first, ROW, Rows::GAP), high = HIGH + Rows::place(first, HIGH_ROW, Rows::HIGH_GAP);
@@ -53,23 +52,10 @@ struct Slot {
             copy_in_bulk(to + SCALES, bank.scales + row * SCALES_ROW, TILE * SCALES_ROW, arrival, policy);
     }
 
-    static __device__ __forceinline__ const char* scales_of(const char* slot, int row)
-    {
-        return slot + SCALES + row * SCALES_ROW;
-    }
-
     // Of this lane's row in a half.
     static __device__ __forceinline__ const char* scales(const char* slot, int half)
     {
-        return scales_of(slot, Rows::own(half));
-    }
-
-    // All but the scale of this lane's part of a step.
-    static __device__ __forceinline__ void take(const char* slot, int half, int step, typename Format::Raw& held)
-    {
-        const int quad = threadIdx.x & 3;
-        held.base = reinterpret_cast<const decltype(held.base)*>(slot + Rows::own_place(half, ROW, Rows::GAP) + step * Format::STEP_BYTES)[quad];
-        Format::take_high(held, slot + HIGH + Rows::own_place(half, HIGH_ROW, Rows::HIGH_GAP) + step * Format::HIGH_BYTES, quad);
+        return Planes::scales_of(slot, Rows::own(half));
     }
 };
 

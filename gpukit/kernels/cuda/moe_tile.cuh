@@ -36,3 +36,27 @@ struct TileRows {
         return line % PARTS * (ROWS * length + gap) + line / PARTS * length + half * APART * length;
     }
 };
+
+// Where the planes of a tile are, one behind the other, whose rows have so many steps.
+template <typename Format, int LENGTH, bool HAS_GAPS>
+struct TilePlanes {
+    using Rows = TileRows<Format, HAS_GAPS>;
+    static constexpr int ROW = LENGTH * Format::STEP_BYTES, HIGH_ROW = LENGTH * Format::HIGH_BYTES, SCALES_ROW = Format::HAS_SCALE ? 2 * LENGTH : 0;
+    static constexpr int HIGH = TILE * ROW + Rows::GAPS * Rows::GAP;
+    static constexpr int SCALES = HIGH + TILE * HIGH_ROW + (HIGH_ROW > 0 ? Rows::GAPS * Rows::HIGH_GAP : 0), BYTES = SCALES + TILE * SCALES_ROW;
+    // Without the gaps: what comes.
+    static constexpr int COPIED_BYTES = TILE * (ROW + HIGH_ROW + SCALES_ROW);
+
+    // All but the scale of this lane's part of a step, of its row in a half.
+    static __device__ __forceinline__ void take(const char* tile, int half, int step, typename Format::Raw& held)
+    {
+        const int quad = threadIdx.x & 3;
+        held.base = reinterpret_cast<const decltype(held.base)*>(tile + Rows::own_place(half, ROW, Rows::GAP) + step * Format::STEP_BYTES)[quad];
+        Format::take_high(held, tile + HIGH + Rows::own_place(half, HIGH_ROW, Rows::HIGH_GAP) + step * Format::HIGH_BYTES, quad);
+    }
+
+    static __device__ __forceinline__ const char* scales_of(const char* tile, int row)
+    {
+        return tile + SCALES + row * SCALES_ROW;
+    }
+};
