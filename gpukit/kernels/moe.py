@@ -179,9 +179,8 @@ def route(
         return nothing((ids, alpha, shared_scale))  # type: ignore[no-any-return]
     if workspace is None:
         workspace, parts_at = allocate("workspace", route_workspace(tokens, shape[0]), "uint8", x, handle)
-    launches = _routing(
-        tokens_of_x, 0, tokens, router_at, experts, shared, parts_at, (ids_at, alpha_at, TOP, shared_at, 1), 0, 0, counters, device, handle
-    )
+    routed = _Routed(tokens_of_x, 0, tokens, router_at, experts, shared, (ids_at, alpha_at, TOP, shared_at, 1), 0, counters)
+    launches = _routing(routed, parts_at, 0, device, handle)
     return launch_all(launches, device, handle, (ids, alpha, shared_scale), workspace)  # type: ignore[no-any-return]
 
 
@@ -667,53 +666,49 @@ def _are_routed_together(tokens: int, hidden: int, device: int, stream: int) -> 
     return tokens <= _FEW and hidden // 32 <= _FEW_STEPS and _ROUTE_FEW.has_room(device, stream)
 
 
-def _routing_of_few(
-    x: Tensor,
-    first: int,
-    tokens: int,
-    router_at: int,
-    experts: int,
-    has_shared: bool,
-    outputs: tuple[int, int, int, int, int],
-    groups_at: int,
-    counters: int,
-    words: tuple[int, int, int, int] = (0, 0, 0, 0),
-) -> Launch:
+class _Routed(NamedTuple):
+    """So many tokens of x, from one on, and their router; where ids, alpha, its stride, shared scale and its stride go, and groups, or 0."""
+
+    x: Tensor
+    first: int
+    tokens: int
+    router_at: int
+    experts: int
+    has_shared: bool
+    outputs: tuple[int, int, int, int, int]
+    groups_at: int
+    counters: int
+
+    @property
+    def of_tokens(self) -> tuple[int, int, int, int]:
+        """Where the tokens are, and how far apart, in accesses; the router, and its steps."""
+        return _token_at(self.x, self.first), _row(self.x) // 8, self.router_at, self.x[1][1] // 32
+
+    @property
+    def of_choice(self) -> tuple[int, ...]:
+        """What is chosen from, and where that goes."""
+        return self.experts, int(self.has_shared), self.tokens, *self.outputs, self.groups_at
+
+
+def _routing_of_few(routed: _Routed, words: tuple[int, int, int, int] = (0, 0, 0, 0)) -> Launch:
     """Scores and selection in one launch.
 
     `words`: whether it says what is chosen as soon as it knows, for a launch that waits for that; whether these words are this call's alone before
     the launch in front has ended; and activations that are taken back for the same launch, their address and so many accesses.
     """
-    arguments = (
-        _token_at(x, first), _row(x) // 8, router_at, x[1][1] // 32, experts, int(has_shared), tokens, *outputs, groups_at, counters, *words
-    )  # fmt: skip
-    return _ROUTE_FEW, _ROUTE_BLOCKS, 32 * _ROUTE_WARPS, arguments
+    return _ROUTE_FEW, _ROUTE_BLOCKS, 32 * _ROUTE_WARPS, (*routed.of_tokens, *routed.of_choice, routed.counters, *words)
 
 
-def _routing(
-    x: Tensor,
-    first: int,
-    tokens: int,
-    router_at: int,
-    experts: int,
-    has_shared: bool,
-    parts_at: int,
-    outputs: tuple[int, int, int, int, int],
-    groups_at: int,
-    owners_at: int,
-    counters: int,
-    device: int,
-    stream: int,
-) -> list[Launch]:
-    """Scores and selection, in one launch for few tokens; `outputs` are ids, alpha, its stride, shared scale, its stride."""
-    x_at, steps = _token_at(x, first), x[1][1] // 32
-    if not owners_at and _are_routed_together(tokens, x[1][1], device, stream):
-        return [_routing_of_few(x, first, tokens, router_at, experts, has_shared, outputs, groups_at, counters)]
-    rows = experts + has_shared
+def _routing(routed: _Routed, parts_at: int, owners_at: int, device: int, stream: int) -> list[Launch]:
+    """Scores and selection, in one launch for few tokens."""
+    tokens = routed.tokens
+    if not owners_at and _are_routed_together(tokens, routed.x[1][1], device, stream):
+        return [_routing_of_few(routed)]
+    rows = routed.experts + routed.has_shared
     tiles, padded = blocks_for(rows, _TILE), _padded(rows)
     block_tokens = _SCORE_TOKENS if tokens <= _BATCH else _MANY_SCORE_TOKENS
-    scored = (x_at, _row(x) // 8, router_at, steps, rows, tokens, block_tokens, parts_at, padded, tiles)
-    selected = (parts_at, padded, experts, int(has_shared), tokens, *outputs, groups_at, owners_at, counters)
+    scored = (*routed.of_tokens, rows, tokens, block_tokens, parts_at, padded, tiles)
+    selected = (parts_at, padded, *routed.of_choice, owners_at, routed.counters)
     is_together = tokens > _SELECT_WARPS and _SELECT_TOGETHER.has_room(device, stream)
     select, blocks = (_SELECT_TOGETHER, _SELECT_BLOCKS) if is_together else (_SELECT, 1)
     return [
@@ -802,14 +797,14 @@ def _decode(x: Tensor, dest: Tensor, geometry: Geometry, parts: list[int], count
     shared_at = scratch.shared_scale if geometry.has_shared else 0
     outputs = (scratch.ids, scratch.alpha, TOP, shared_at, 1)
     launches: list[Launch] = []
-    experts, has_shared = geometry.experts, geometry.has_shared
+    experts = geometry.experts
     for first in range(0, tokens, _BATCH):
         some = min(_BATCH, tokens - first)
-        routed = (x, first, some, geometry.router, experts, has_shared, scratch.parts, outputs, scratch.groups, 0, counters, device, stream)
+        routed = _Routed(x, first, some, geometry.router, experts, geometry.has_shared, outputs, scratch.groups, counters)
         together = experts_few_for(geometry.gate_up_format, geometry.down_format, some, geometry.hidden, geometry.width, device)
         if together and _are_routed_together(some, geometry.hidden, device, stream):
             words = (1, int(is_early), scratch.act, some * geometry.paths * geometry.width // 4)
-            launches.append(_routing_of_few(x, first, some, geometry.router, experts, has_shared, outputs, scratch.groups, counters, words))
+            launches.append(_routing_of_few(routed, words))
             launches.append(_experts_few(together, x, dest, first, some, geometry, scratch, shared_at, device))
             continue
         awaited = _AWAITS_NOTHING
@@ -820,7 +815,7 @@ def _decode(x: Tensor, dest: Tensor, geometry: Geometry, parts: list[int], count
             launches.append(_scores_of_one(x, first, geometry, scratch.groups, is_early))
             awaited = (1, experts, counters)
         else:
-            launches += _routing(*routed)
+            launches += _routing(routed, scratch.parts, 0, device, stream)
         launches.append(_gate_up(x, first, some, geometry, scratch.groups, scratch.act, _terms(geometry), device, awaited=awaited))
         at = (scratch.act, scratch.alpha, shared_at)
         launches.append(_down(dest, first, some, geometry, scratch.groups, *at, device, are_groups_ready=True, awaited=awaited[:2]))
@@ -865,7 +860,8 @@ def _prefill(x: Tensor, dest: Tensor, geometry: Geometry, parts: list[int], coun
     tokens, paths, experts = x[1][0], geometry.paths, geometry.experts
     _, parts_at, ids_at, alpha_at, owners_at, before_at, firsts_at, runs_at, packed_at, token_of_at, act_at, grouped_at = parts
     outputs = (ids_at, alpha_at, paths, alpha_at + 4 * TOP if geometry.has_shared else 0, paths)
-    launches = _routing(x, 0, tokens, geometry.router, experts, geometry.has_shared, parts_at, outputs, 0, owners_at, counters, device, stream)
+    routed = _Routed(x, 0, tokens, geometry.router, experts, geometry.has_shared, outputs, 0, counters)
+    launches = _routing(routed, parts_at, owners_at, device, stream)
     batches, length, most = blocks_for(tokens, _BATCH), _run_tokens(tokens, geometry), _most_runs(tokens, geometry)
     scanned = (owners_at, batches, experts, tokens, int(geometry.has_shared), length, before_at, firsts_at, runs_at)
     launches.append((_SCAN, 1, _SCAN_THREADS, scanned))

@@ -374,7 +374,7 @@ def test_a_batch_is_selected_by_a_cluster_where_there_is_room_for_one(monkeypatc
     one, cluster = ("select", 1), ("select_together", 8) if has_room else ("select", 1)
     for tokens, (name, blocks) in ((16, one), (17, cluster), (64, cluster), (65, cluster), (1024, cluster), (4096, cluster)):
         x = (0, (tokens, 4096), (4096, 1), "uint16", 0)
-        _, (kernel, number, threads, _) = ops._routing(x, 0, tokens, 0, 256, True, 0, (0, 0, 8, 0, 1), 0, 0, 0, 0, 0)
+        _, (kernel, number, threads, _) = ops._routing(ops._Routed(x, 0, tokens, 0, 256, True, (0, 0, 8, 0, 1), 0, 0), 0, 0, 0, 0)
         assert (kernel.name, number, threads) == (name, blocks * -(-tokens // 64), 512), tokens
 
 
