@@ -150,10 +150,10 @@ def experts_few_bytes(gate_up: str, down: str) -> int:
     slots = _few_slots(gate_up)
     slot = max(_tile_bytes(gate_up, USUAL_HIDDEN, False), GATE_WARPS * _tile_bytes(down, USUAL_WIDTH, False))
     others = _tile_bytes("w8", USUAL_HIDDEN, False) + _tile_bytes("w8", USUAL_WIDTH, False) if may_have_other(gate_up) else 2 * 16
-    barriers = 8 * ((2 * GATE_GROUPS + DOWN_WARPS) * slots + 2)
+    barriers = 8 * ((2 * GATE_GROUPS + DOWN_WARPS) * slots + 3)
     sums = GATE_GROUPS * 2 * GATE_WARPS * _TILE * FEW_TOKENS * 4
     paths = FEW_TOKENS * (TOP + 1)
-    numbers = 4 * (GATE_GROUPS * (slots + 1) + 3 + paths * (_TILE + 1) + FEW_TOKENS * _TILE)
+    numbers = 4 * (GATE_GROUPS * (slots + 1) + 2 + paths * (_TILE + 1) + FEW_TOKENS * _TILE)
     tokens = FEW_TOKENS * (2 * USUAL_HIDDEN + 64)
     parts = GATE_GROUPS * slots * slot, others, barriers, FEW_SEGMENTS * _SEGMENT_BYTES + 16, sums, numbers, tokens
     return sum(-(-part // 16) * 16 for part in parts)

@@ -9,14 +9,17 @@
 #include "moe_slots.cuh"
 
 constexpr int FEW_GROUPS = DOWN_WARPS / GATE_WARPS, GROUP_THREADS = 32 * GATE_WARPS;
-// Where a group has two slots, there is a group more, whose warps ask for what comes to these, one for each group: whoever asks is late, and would hold
-// up those with which it multiplies. Registers of a thread of each kind; a quarter of a multiprocessor has 512 for each of its lanes, and a warp of each
-// group.
+// Where a group has two slots, there is a group more, whose warps ask for what comes to these, one for each group, and one for the shared expert in
+// another format: whoever asks is late, and would hold up those with which it multiplies. Registers of a thread of each kind; a quarter of a
+// multiprocessor has 512 for each of its lanes, and a warp of each group.
 constexpr int ASKING_REGISTERS = 32, MULTIPLYING_REGISTERS = 160;
 static_assert(ASKING_REGISTERS + FEW_GROUPS * MULTIPLYING_REGISTERS <= 512, "a quarter has a warp of each");
 
 // Accesses of a token, and from one token to the next: those of a step with two octs that are read at once are in different banks.
 constexpr int TOKEN_LENGTH = GATE_WARPS * KNOWN_LENGTH / 8, TOKEN_PITCH = TOKEN_LENGTH + QUADS;
+
+// Instead of a first claim: a group that has something else to do first leaves units to others.
+constexpr int NOT_CLAIMED = -1;
 
 // Whole lines are copied: memory is all that is waited for.
 template <typename Format>
@@ -67,6 +70,49 @@ struct FromTokens {
     }
 };
 
+// A lane's octs of its column's token in all steps of a slice, in registers. They are the same for all units of a warp, so that shared memory has only
+// weights to give.
+template <typename Format>
+struct HeldTokens {
+    static constexpr int STEPS = KNOWN_LENGTH / Format::STEP;
+    Bytes16 octs[STEPS][Format::OCTS];
+
+    struct Step {
+        static constexpr int SETS = 1;
+        const Bytes16 (&octs)[Format::OCTS];
+
+        __device__ __forceinline__ void take(int oct, unsigned (&operands)[SETS][4]) const
+        {
+            take_vector(octs[oct], operands[0]);
+        }
+    };
+
+    __device__ __forceinline__ explicit HeldTokens(const Bytes16* token)
+    {
+#pragma unroll
+        for (int step = 0; step < STEPS; step++)
+#pragma unroll
+            for (int oct = 0; oct < Format::OCTS; oct++)
+                octs[step][oct] = token[place_of_oct(Format::OCTS * QUADS * step) + QUADS * oct];
+    }
+
+    __device__ __forceinline__ Step of_step(int step) const
+    {
+        return {octs[step]};
+    }
+};
+
+// The same where they are read from shared memory.
+template <typename Format, int STORED>
+struct TokensInMemory {
+    const Bytes16* token;
+
+    __device__ __forceinline__ FromTokens<Format, STORED> of_step(int step) const
+    {
+        return {token + place_of_oct(Format::OCTS * QUADS * step)};
+    }
+};
+
 // The tokens in shared memory, in an order; so many warps bring them, of which this is thread `thread`.
 template <int WARPS, int ORDER>
 __device__ __forceinline__ void bring_tokens(const GateUp& call, int thread, Bytes16 (&tokens)[HALF_COLUMNS][TOKEN_PITCH])
@@ -87,7 +133,7 @@ __device__ __forceinline__ void bring_tokens(const GateUp& call, int thread, Byt
     }
 }
 
-// What the warps of a group have of a unit's sums, and a lane's part of what they are together: a row of the tile, and a column.
+// What the warps of a group have of a unit's sums, a column for each token, and what they are together: of a lane's row, gate and up.
 struct FewSums {
     alignas(16) float each[GATE_WARPS][TILE][HALF_COLUMNS];
 
@@ -100,14 +146,14 @@ struct FewSums {
         }
     }
 
-    __device__ __forceinline__ float2 take() const
+    __device__ __forceinline__ float2 take(int token) const
     {
-        const int row = threadIdx.x % 8, column = threadIdx.x % 32 / 8;
-        float gate = each[0][row][column], up = each[0][row + 8][column];
+        const int row = threadIdx.x % 8;
+        float gate = each[0][row][token], up = each[0][row + 8][token];
 #pragma unroll
         for (int warp = 1; warp < GATE_WARPS; warp++) {
-            gate += each[warp][row][column];
-            up += each[warp][row + 8][column];
+            gate += each[warp][row][token];
+            up += each[warp][row + 8][token];
         }
         return make_float2(gate, up);
     }
@@ -125,19 +171,20 @@ struct FewMemory {
     // The first group's unit and the first warp's tile of the shared expert in eight bits.
     char other_unit[HAS_OTHER ? FewGateSlot<Wide>::BYTES : 16];
     char other_tile[HAS_OTHER ? FewSlot<Wide>::BYTES : 16];
-    uint64 gate_arrivals[FEW_GROUPS][SLOTS], gate_ends[FEW_GROUPS][SLOTS], down_arrivals[DOWN_WARPS][SLOTS], other_gate_arrival, other_down_arrival;
+    uint64 gate_arrivals[FEW_GROUPS][SLOTS], gate_ends[FEW_GROUPS][SLOTS], down_arrivals[DOWN_WARPS][SLOTS];
+    uint64 other_gate_arrival, other_gate_end, other_down_arrival;
     FewGroups groups;
     FewSums sums_of_units[FEW_GROUPS][2];
-    // Which units are in the slots.
+    // Which units are in the slots, and of the shared expert in another format.
     int units[FEW_GROUPS][SLOTS];
-    int first[FEW_GROUPS], other[2], warps_done;
+    int first[FEW_GROUPS], other, warps_done;
     DownMemory<HALF_COLUMNS> down;
     Bytes16 tokens[HALF_COLUMNS][TOKEN_PITCH];
 
     // A warp has what it wants of claims and of what has been chosen, which the next launch takes back: behind the last one that is let go.
     __device__ __forceinline__ void end_claiming()
     {
-        if (threadIdx.x % 32 == 0 && atomicAdd(&warps_done, 1) == DOWN_WARPS + (HAS_ASKERS ? FEW_GROUPS : 0) - 1)
+        if (threadIdx.x % 32 == 0 && atomicAdd(&warps_done, 1) == WARPS - 1)
             release_successor();
     }
 };
@@ -182,9 +229,12 @@ struct FewGateStream {
             Own::ask(bank, expert, tile, width, slot, arrival, copy, policy);
     }
 
-    // The slots' first units, and which they are.
-    __device__ __forceinline__ void ask_first(int first, int end) const
+    // The slots' first units, and which they are, where they have been claimed.
+    __device__ __forceinline__ void ask_first(int begin, int end) const
     {
+        if (HAS_ASKERS && memory.first[group] == NOT_CLAIMED)
+            return;
+        const int first = begin + memory.first[group];
         const bool is_first = threadIdx.x % GROUP_THREADS == 0;
 #pragma unroll
         for (int slot = 0; slot < SLOTS; slot++) {
@@ -200,22 +250,16 @@ struct FewGateStream {
         }
     }
 
-    // Of this lane's column; those without a token have the first one's.
-    static __device__ __forceinline__ int route_of(const Place& place)
+    // Where this lane's elements of its column's token begin: a column has the token of its number, whether or not a unit is for it.
+    __device__ __forceinline__ const Bytes16* token() const
     {
-        return __shfl_sync(~0u, static_cast<int>(place.route), place.has_token() ? threadIdx.x & 31 : 0);
-    }
-
-    // Where this lane's elements of its column's token begin.
-    __device__ __forceinline__ const Bytes16* token_of(const Place& place) const
-    {
-        return memory.tokens[route_of(place) >> 4] + warp * KNOWN_LENGTH / 8 + place_of_oct(Format::OCTS * (threadIdx.x & 3));
+        return memory.tokens[threadIdx.x / 4 % HALF_COLUMNS] + warp * KNOWN_LENGTH / 8 + place_of_oct(Format::OCTS * (threadIdx.x & 3));
     }
 
     // The sums of a unit that is there.
-    __device__ __forceinline__ void multiply(const Place& place, const char* slot, float (&sums)[1][1][4]) const
+    template <typename Tokens>
+    __device__ __forceinline__ void multiply(const Tokens& tokens, const char* slot, float (&sums)[1][1][4]) const
     {
-        const Bytes16* token = token_of(place);
         RowScales<Format, Format::HAS_SCALE ? STEPS : 0> scales[2];
         scales[0].take_all(Own::scales(slot, Own::Rows::own(0), warp));
         scales[1].take_all(Own::scales(slot, Own::Rows::own(1), warp));
@@ -225,15 +269,20 @@ struct FewGateStream {
             Own::take(slot, step, held);
             scales[0].take(held[0], step);
             scales[1].take(held[1], step);
-            multiply_step<Format>(sums[0], held[0], held[1], FromTokens<Format, Memory::ORDER>{token + place_of_oct(Format::OCTS * QUADS * step)});
+            multiply_step<Format>(sums[0], held[0], held[1], tokens.of_step(step));
         }
     }
 
-    // A warp hands activations on; the routes of columns are those of the lanes 4 * column.
-    __device__ __forceinline__ void hand_on(const Place& place, float2 sums) const
+    // A warp puts a unit together, and hands activations on: a lane has a row and one of the routes, which are those of the lanes 4 * column. `behind` is
+    // done when it has the sums.
+    template <typename Behind>
+    __device__ __forceinline__ void hand_on(const Place& place, const FewSums& sums, const Behind& behind) const
     {
-        const int column = threadIdx.x % 32 / 8;
-        work.put_activation(place, __shfl_sync(~0u, static_cast<int>(place.route), 4 * column), 0, column, sums.x, sums.y);
+        const int column = threadIdx.x % 32 / 8, route = __shfl_sync(~0u, static_cast<int>(place.route), 4 * column);
+        const float2 all = sums.take(route >> 4);
+        __syncwarp();
+        behind();
+        work.put_activation(place, route, 0, column, all.x, all.y);
     }
 
     // All units of the group. A warp in turn puts a unit together, while the others go on; without a group that asks the first one asks instead. Behind the
@@ -241,6 +290,7 @@ struct FewGateStream {
     template <typename Asker, typename Behind>
     __device__ __forceinline__ void run(Asker& asker, const Behind& behind) const
     {
+        const HeldTokens<Format> tokens(token());
         // Slots that nothing comes to any more, as bits.
         unsigned ended = 0;
 #pragma unroll 1
@@ -258,7 +308,7 @@ struct FewGateStream {
             const Place place = work.place(unit);
             FewSums& sums_of_unit = memory.sums_of_units[group][number % 2];
             float sums[1][1][4] = {};
-            multiply(place, memory.slots[group][slot], sums);
+            multiply(tokens, memory.slots[group][slot], sums);
             sums_of_unit.put(warp, sums[0][0]);
             // Sums have two places, so that those of the next unit may come before these have been taken.
             const bool is_asker = !HAS_ASKERS && warp == 0;
@@ -271,49 +321,47 @@ struct FewGateStream {
             // All are done with the slot.
             if (is_asker) {
                 if (threadIdx.x % 32 == 0)
-                    asker.ask_next(slot);
+                    asker.ask_claimed(slot);
                 continue;
             }
-            const float2 all = sums_of_unit.take();
-            __syncwarp();
-            // And with their sums, which the slot's next unit comes to.
-            if (HAS_ASKERS && threadIdx.x % 32 == 0)
-                arrive(shared_address(memory.gate_ends[group] + slot));
-            hand_on(place, all);
+            // The slot's next unit comes to these sums too.
+            hand_on(place, sums_of_unit, [&] {
+                if (HAS_ASKERS && threadIdx.x % 32 == 0)
+                    arrive(shared_address(memory.gate_ends[group] + slot));
+            });
         }
     }
 };
 
-// A thread asks for a group's units behind its first ones. Whoever asks for a unit claims the one behind it in the slot, because an answer takes as long
-// as a unit.
+// A thread asks for a group's units behind its first ones. With one slot it claims the next unit when it has asked for one, because an answer takes its
+// time. Of two slots one is multiplied meanwhile: a unit is claimed when the one in front of it is there, which leaves more to groups that are early.
 template <typename Format, typename Memory>
 struct FewAsker {
     using Gates = FewGateStream<Format, Memory>;
     static constexpr int SLOTS = Memory::SLOTS;
     const typename Gates::Work& work;
     Memory& memory;
-    int group, begin, end, first;
-    int claimed[SLOTS];
+    int group, begin, end, claimed;
 
     __device__ __forceinline__ FewAsker(const typename Gates::Work& work, Memory& memory, int group, int begin, int end)
-        : work(work), memory(memory), group(group), begin(begin), end(end), first(begin + memory.first[group])
+        : work(work), memory(memory), group(group), begin(begin), end(end)
     {
     }
 
+    __device__ __forceinline__ int claim_next() const
+    {
+        return begin + claim(const_cast<Groups*>(work.call.groups)->claims, 1);
+    }
+
+    // Whether what the group has claimed first for a slot is a unit.
     __device__ __forceinline__ bool has_first(int slot) const
     {
-        return first + slot < end;
-    }
-
-    __device__ __forceinline__ void claim_next(int slot)
-    {
-        claimed[slot] = claim(const_cast<Groups*>(work.call.groups)->claims, 1);
+        return begin + memory.first[group] + slot < end;
     }
 
     // What comes to a slot next, when all are done with what it had; false if nothing does.
-    __device__ __forceinline__ bool ask_next(int slot)
+    __device__ __forceinline__ bool ask(int slot, int unit) const
     {
-        const int unit = begin + claimed[slot];
         const uint64* arrival = memory.gate_arrivals[group] + slot;
         memory.units[group][slot] = unit;
         if (unit >= end) {
@@ -321,33 +369,42 @@ struct FewAsker {
             return false;
         }
         Gates::ask(work, unit, memory.slots[group][slot], arrival, 0, 1);
-        claim_next(slot);
         return true;
+    }
+
+    // What has been claimed.
+    __device__ __forceinline__ void ask_claimed(int slot)
+    {
+        if (ask(slot, claimed))
+            claimed = claim_next();
     }
 
     // All units, as the group ends those in front. Behind a slot's last one `behind` is done.
     template <typename Behind>
-    __device__ __forceinline__ void ask_for_all(const Behind& behind)
+    __device__ __forceinline__ void ask_for_all(const Behind& behind) const
     {
         unsigned ended = 0;
         const auto end_slot = [&](int slot) {
             behind(slot);
             ended |= 1u << slot;
         };
+        int turn = memory.first[group] == NOT_CLAIMED ? -1 : 0;
 #pragma unroll
         for (int slot = 0; slot < SLOTS; slot++)
-            if (has_first(slot))
-                claim_next(slot);
-            else
+            if (turn == 0 && !has_first(slot))
                 end_slot(slot);
 #pragma unroll 1
-        for (int turn = 0; ended != (1 << SLOTS) - 1; turn++)
-#pragma unroll
+        for (; ended != (1 << SLOTS) - 1; turn++)
+#pragma unroll 1
             for (int slot = 0; slot < SLOTS; slot++) {
                 if (ended >> slot & 1)
                     continue;
-                wait_for_phase(shared_address(memory.gate_ends[group] + slot), turn & 1);
-                if (!ask_next(slot))
+                if (turn >= 0)
+                    wait_for_phase(shared_address(memory.gate_arrivals[group] + slot), turn & 1);
+                const int unit = claim_next();
+                if (turn >= 0)
+                    wait_for_phase(shared_address(memory.gate_ends[group] + slot), turn & 1);
+                if (!ask(slot, unit))
                     end_slot(slot);
             }
     }
@@ -365,32 +422,49 @@ __device__ __forceinline__ void ask_for_other_unit(const Banks& banks, Memory& m
         Own::ask(banks.shared, 0, unit, KNOWN_LENGTH, memory.other_unit, &memory.other_gate_arrival, copy, policy);
 }
 
-// The first group's units of that, the first of which is on its way before it is known whether anybody needs it.
+// And for those behind the block's first one, as the first group ends those in front.
 template <typename Memory>
-__device__ __forceinline__ void run_other_units(const GateUp& call, const Banks& banks, Memory& memory, int unit)
+__device__ __forceinline__ void ask_for_other_units(const GateUp& call, const Banks& banks, Memory& memory)
 {
-    const FewGateStream<Wide, Memory> stream(call, banks, memory);
     const int end = static_cast<int>(call.tiles.value);
-    const bool is_needed = memory.groups.shared_segments > 0;
     unsigned phase = 0;
 #pragma unroll 1
-    for (; unit < end; phase ^= 1) {
+    for (int unit = memory.other; unit < end && memory.groups.shared_segments > 0; phase ^= 1) {
         wait_for_phase(shared_address(&memory.other_gate_arrival), phase);
-        if (!is_needed)
+        const int next = claim(const_cast<Groups*>(call.groups)->claims + 1, 1);
+        wait_for_phase(shared_address(&memory.other_gate_end), phase);
+        memory.other = unit = next;
+        if (unit < end)
+            ask_for_other_unit(banks, memory, unit);
+        else
+            arrive(shared_address(&memory.other_gate_arrival));
+    }
+}
+
+// The first group's units of that.
+template <typename Memory>
+__device__ __forceinline__ void run_other_units(const GateUp& call, const Banks& banks, Memory& memory)
+{
+    static_assert(Memory::HAS_ASKERS, "one of those that ask has nothing else to do");
+    const FewGateStream<Wide, Memory> stream(call, banks, memory);
+    const int end = static_cast<int>(call.tiles.value);
+    int unit = memory.other;
+#pragma unroll 1
+    for (unsigned phase = 0; unit < end; phase ^= 1) {
+        wait_for_phase(shared_address(&memory.other_gate_arrival), phase);
+        unit = memory.other;
+        if (unit >= end || memory.groups.shared_segments == 0)
             return;
         const Place place = stream.work.place(unit);
         FewSums& sums_of_unit = memory.sums_of_units[0][0];
         float sums[1][1][4] = {};
-        stream.multiply(place, memory.other_unit, sums);
+        stream.multiply(TokensInMemory<Wide, Memory::ORDER>{stream.token()}, memory.other_unit, sums);
         sums_of_unit.put(stream.warp, sums[0][0]);
-        if (threadIdx.x == 0)
-            memory.other[phase ^ 1] = claim(const_cast<Groups*>(call.groups)->claims + 1, 1);
         meet<GROUP_THREADS>(barrier_of(0, LAST_BARRIER));
-        unit = memory.other[phase ^ 1];
-        if (threadIdx.x == 0 && unit < end)
-            ask_for_other_unit(banks, memory, unit);
+        if (threadIdx.x == 0)
+            arrive(shared_address(&memory.other_gate_end));
         if (threadIdx.x < 32)
-            stream.hand_on(place, sums_of_unit.take());
+            stream.hand_on(place, sums_of_unit, [] {});
         meet<GROUP_THREADS>(barrier_of(0, LAST_BARRIER));
     }
 }
@@ -413,6 +487,28 @@ struct FewParts {
     }
 };
 
+// What hangs on no choice, of the shared expert in another format: a thread asks for the first warp's tile, and for a unit of the first group, if it gets
+// one. That takes the group as long as two others: there it claims units for the other groups alone.
+template <typename Memory>
+__device__ __forceinline__ void begin_other(
+    const GateUp& gate, const Banks& gate_banks, const Banks& down_banks, const FewParts& parts, Memory& memory, int* claims)
+{
+    init_barrier(shared_address(&memory.other_gate_arrival), 1);
+    init_barrier(shared_address(&memory.other_gate_end), 1);
+    init_barrier(shared_address(&memory.other_down_arrival), 1);
+    fence_for_copies();
+    if (parts.has_other_tile)
+        FewSlot<Wide>::ask(down_banks.shared, blockIdx.x * TILE, memory.other_tile, &memory.other_down_arrival);
+    const int other = parts.has_other_units ? claim(claims + 1, 1) : parts.tiles, busy_groups = other < parts.tiles;
+    memory.other = other;
+    if (busy_groups)
+        ask_for_other_unit(gate_banks, memory, other);
+    const int first = claim(claims, (FEW_GROUPS - busy_groups) * Memory::SLOTS);
+#pragma unroll
+    for (int group = 0; group < FEW_GROUPS; group++)
+        memory.first[group] = group < busy_groups ? NOT_CLAIMED : first + (group - busy_groups) * Memory::SLOTS;
+}
+
 // What a block needs before its first unit: the groups, tokens, barriers, and a first claim for each group. Warps are each for themselves: answers take
 // their time where other blocks already have as much as fits on its way.
 template <bool HAS_OTHER, typename Memory>
@@ -429,22 +525,14 @@ __device__ __forceinline__ void begin_few(const GateUp& gate, const Banks& gate_
         __syncwarp();
         group_lanes(id, parts.has_shared, memory.groups);
     } else if (warp == Memory::WARPS - 1) {
-        // What hangs on no choice.
-        if (HAS_OTHER && threadIdx.x % 32 == 0) {
-            init_barrier(shared_address(&memory.other_gate_arrival), 1);
-            init_barrier(shared_address(&memory.other_down_arrival), 1);
-            fence_for_copies();
-            if (parts.has_other_tile)
-                FewSlot<Wide>::ask(down_banks.shared, blockIdx.x * TILE, memory.other_tile, &memory.other_down_arrival);
-            const int other = parts.has_other_units ? claim(claims + 1, 1) : parts.tiles;
-            memory.other[0] = other;
-            if (other < parts.tiles)
-                ask_for_other_unit(gate_banks, memory, other);
-        }
+        if constexpr (HAS_OTHER)
+            if (threadIdx.x % 32 == 0)
+                begin_other(gate, gate_banks, down_banks, parts, memory, claims);
     } else {
         const int thread = threadIdx.x - 32;
+        const bool has_claim = !HAS_OTHER && thread < FEW_GROUPS;
         int first = 0;
-        if (thread < FEW_GROUPS)
+        if (has_claim)
             first = claim(claims, Memory::SLOTS);
         if (thread < BARRIERS)
             init_barrier(shared_address(memory.gate_arrivals[0] + thread), 1);
@@ -452,7 +540,7 @@ __device__ __forceinline__ void begin_few(const GateUp& gate, const Banks& gate_
             memory.warps_done = 0;
         fence_for_copies();
         bring_tokens<TOKEN_WARPS, Memory::ORDER>(gate, thread, memory.tokens);
-        if (thread < FEW_GROUPS)
+        if (has_claim)
             memory.first[thread] = first;
     }
     prefetch_all(gate_banks.shared.base, gate.shared_bytes);
@@ -493,7 +581,8 @@ __device__ __forceinline__ void run_experts_few(
     using Memory = FewMemory<GateFormat, DownFormat, HAS_OTHER>;
     Memory& memory = *reinterpret_cast<Memory*>(dynamic);
     const FewParts parts(gate, down, HAS_OTHER && is_gate_other, HAS_OTHER && is_down_other);
-    const int warp = threadIdx.x / 32, group = warp / GATE_WARPS;
+    // What all lanes are known to have alike takes no register of each.
+    const int warp = Memory::HAS_ASKERS ? __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0) : threadIdx.x / 32, group = warp / GATE_WARPS;
     begin_few<HAS_OTHER>(gate, gate_banks, down_banks, parts, memory);
     const int segments = memory.groups.segments, shared_segments = memory.groups.shared_segments;
     // Units of the shared expert in another format are apart.
@@ -502,25 +591,28 @@ __device__ __forceinline__ void run_experts_few(
         if (group == FEW_GROUPS) {
             keep_registers<ASKING_REGISTERS>();
             const int served = warp % GATE_WARPS;
-            if (served < FEW_GROUPS && threadIdx.x % 32 == 0) {
-                ask_for_group<GateFormat, DownFormat>(gate, down, gate_banks, down_banks, parts, memory, served, begin, end);
-                memory.end_claiming();
+            if (threadIdx.x % 32 == 0) {
+                if (served < FEW_GROUPS)
+                    ask_for_group<GateFormat, DownFormat>(gate, down, gate_banks, down_banks, parts, memory, served, begin, end);
+                else if (HAS_OTHER && parts.has_other_units)
+                    ask_for_other_units(gate, gate_banks, memory);
             }
+            memory.end_claiming();
             return;
         }
         take_registers<MULTIPLYING_REGISTERS>();
     }
     const FewGateStream<GateFormat, Memory> gates(gate, gate_banks, memory);
-    gates.ask_first(begin + memory.first[group], end);
+    gates.ask_first(begin, end);
     FewAsker<GateFormat, Memory> asker(gates.work, memory, group, begin, end);
     if (!Memory::HAS_ASKERS && threadIdx.x % GROUP_THREADS == 0 && asker.has_first(0))
-        asker.claim_next(0);
+        asker.claimed = asker.claim_next();
     // Activations of the launch in front of routing have been read, when that has ended.
     wait_for_predecessor();
     const DownRest<THREADS, HALF_COLUMNS> rest(down, parts.has_tile);
     if constexpr (HAS_OTHER)
         if (group == 0 && parts.has_other_units)
-            run_other_units(gate, gate_banks, memory, memory.other[0]);
+            run_other_units(gate, gate_banks, memory);
     const DownWork<DownFormat> work(down, down_banks, shared_segments, memory.down.sums_of_paths);
     SlotStream<DownFormat, FewTokens<Memory::SLOTS>, Memory::SLOT_BYTES> stream(
         work, memory.groups.each, memory.slots[group][0] + warp % GATE_WARPS * Memory::TILE_BYTES, memory.down_arrivals[warp],
