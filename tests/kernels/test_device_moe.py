@@ -19,9 +19,11 @@ from gpukit.kernels import moe as ops
 from gpukit.kernels._moe import Geometry
 from gpukit.kernels.moe import Fp8, MoeWeights, RowSplit, down_add, gate_up, prefill_reduce, route, route_workspace, sparse_moe, workspace_bytes
 from gpukit.kernels.reference import moe as reference
+from gpukit.kernels.row_split import quantize
 from gpukit.launch import overlapping, warmup
 from tests.helpers.bf16 import bits, numbers, random_bits
 from tests.helpers.moe import MIXES, check_block, map_weights, margin, oracle, random_weights, scores_of
+from tests.helpers.moe import numbers as numbers_of
 
 E, H, W = 24, 256, 128
 LARGE = (256, 2048, 512)
@@ -242,10 +244,10 @@ def test_the_shared_memory_that_is_asked_for_is_what_kernels_have() -> None:
         sizes[f"SlotMemory<ManyTokens, slot_bytes<{STRUCTS[kind]}, false, false>()>"] = slots_bytes(
             kind, _moe_decode.SLOT_WARPS, 2, _moe_decode.MOST_SEGMENTS
         )
-    lines_of_warps = []
+    lines_of_warps, few_structs = [], STRUCTS | {"w8": "FewWide"}
     for (of_gate, of_down), few in _moe_decode._EXPERTS_FEW.items():
         has_other = _moe.may_have_other(of_gate)
-        struct = f"FewMemory<{STRUCTS[of_gate]}, {STRUCTS[of_down]}, {str(has_other).lower()}>"
+        struct = f"FewMemory<{few_structs[of_gate]}, {few_structs[of_down]}, {str(has_other).lower()}>"
         sizes[struct] = _moe_decode.experts_few_bytes(of_gate, of_down)
         lines_of_warps.append(f"static_assert({struct}::WARPS == {few.warps});")
         assert few.kernel.shared_bytes == sizes[struct] <= 227 * 1024 and has_other == _moe.may_have_other(of_down)
@@ -754,6 +756,38 @@ def test_rows_of_eight_bits_of_all_experts_and_of_none(card: Any, mix: tuple[str
     found, wanted = card.host(sums), reference.down_add(ids, alpha, scale, act, weights, dest[:5].copy())
     assert (found[[1, 3]] == dest[[1, 3]]).all() and (found[[0, 2, 4]] != dest[[0, 2, 4]]).any(1).all()
     np.testing.assert_allclose(numbers(found), numbers(wanted), rtol=2**-7, atol=2e-3 * np.abs(numbers(wanted)).max())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 5, 64])
+@pytest.mark.parametrize("kind", ["fp8", "q4", "q5", "q6", "w8"])
+def test_every_code_is_the_number_that_it_stands_for(card: Any, kind: str, tokens: int) -> None:
+    """Tokens and activations that have one element are what stands in its column."""
+    rng = np.random.default_rng(17)
+
+    def codes(rows: int, columns: int) -> Any:
+        if kind == "fp8":
+            values = rng.integers(0, 256, (rows, columns)).astype(np.uint8)
+            values[(values & 0x7F) == 0x7F] = 0
+            return Fp8(values, np.ones((rows, columns // 128), np.float32))
+        one = quantize(np.zeros((rows, columns), np.float32), kind)
+        high = None if one.high is None else rng.integers(0, 256, one.high.shape).astype(np.uint8)
+        return RowSplit(kind, rng.integers(0, 256, one.base.shape).astype(np.uint8), high, np.ones_like(one.scales))
+
+    weights = MoeWeights(bits(rng.standard_normal((8, 2048))), codes(8 * 1024, 2048), codes(8 * 2048, 512))
+    there = map_weights(weights, card.array)
+    token, rank = np.arange(tokens), np.arange(tokens) % 8
+    ids = card.array(np.tile(np.arange(8, dtype=np.int32), (tokens, 1)))
+    of_gate, of_down = (numbers_of(np, one).reshape(8, -1, one_columns) for one, one_columns in ((weights.gate_up, 2048), (weights.down, 512)))
+    for first in (0, 300):
+        column = (first + 37 * token) % 512
+        x, alpha, act = np.zeros((tokens, 2048)), np.zeros((tokens, 8), np.float32), np.zeros((tokens, 8, 512), np.float32)
+        x[token, 4 * column + first % 4], alpha[token, rank], act[token, rank, column] = 1, 1, 1
+        gate, up = np.split(of_gate[:, :, 4 * column + first % 4].transpose(2, 0, 1), 2, axis=2)
+        np.testing.assert_allclose(card.host(gate_up(card.array(bits(x)), ids, there)), gate / (1 + np.exp(-gate)) * up, rtol=1e-5, atol=1e-30)
+        sums = card.array(np.zeros((tokens, 2048), np.uint16))
+        down_add(ids, card.array(alpha), None, card.array(act), there, sums)
+        assert np.array_equal(numbers(card.host(sums)), of_down[rank, :, column])
 
 
 @pytest.mark.gpu

@@ -369,11 +369,12 @@ struct Fp8 {
     }
 };
 
-// Four to six bits. Beside the exponent of 128 the bits of a code are a bfloat16 of 128 + code + 2^(BITS - 1), once the sign is turned over.
+// Four to six bits. Beside the exponent of 128 the bits of a code are a bfloat16 of 128 + code + 2^(BITS - 1), once the sign is turned over. Eight bits
+// without an exponent are one too, below the normal numbers and at their beginning: 2^-133 times what they are. Then `expand` gives codes in parts of UNIT.
 template <int BITS>
 struct Split {
     static constexpr int STEP = 64, STEP_BYTES = 32, OCTS = 2, SCALE_STEPS = 1, ORDER = NIBBLES;
-    static constexpr int HIGH_BYTES = 8 * (BITS - 4);
+    static constexpr int HIGH_BYTES = 8 * (BITS - 4), UNIT = BITS == 4 ? 4 : 1;
     static constexpr bool HAS_SCALE = true;
     struct Raw {
         Bytes8 base;
@@ -436,6 +437,16 @@ struct Split {
             const unsigned own = raw.high >> 16 * oct & 0xffff;
             above = own << 4 | own << 12;
         }
+        if (!EXTRA) {
+            // Beside the exponent of 32 a code is 34 + code / 4; the upper one of a byte needs none where it stands, and no shift.
+#pragma unroll
+            for (int i = 0; i < 4; i += 2) {
+                const unsigned two = low >> 4 * i;
+                pairs[i] = multiply_add_pair(masked_xor(two, 0x000f000fu, 0x42084208u), 0x3f803f80u, 0xc208c208u);
+                pairs[i + 1] = multiply_add_pair(masked_xor(two, 0x00f000f0u, 0x00800080u), 0x7f007f00u, 0xc000c000u);
+            }
+            return;
+        }
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             unsigned bits = masked_xor(low >> 4 * i, 0x000f000fu, TURN);
@@ -447,14 +458,14 @@ struct Split {
 
     static __device__ __forceinline__ float scale(const Raw& raw)
     {
-        return half_to_float(raw.scale);
+        return half_to_float(raw.scale) * UNIT;
     }
 };
 
-// Eight bits are one too many beside an exponent: the lower seven, and 0 or 128 to be taken off, apart.
+// Eight bits without an exponent, as above: 2 + code / 64, once the sign is turned over and they are multiplied by 2^127.
 struct Wide {
     static constexpr int STEP = 32, STEP_BYTES = 32, OCTS = 1, SCALE_STEPS = 1, ORDER = BYTES;
-    static constexpr int HIGH_BYTES = 0;
+    static constexpr int HIGH_BYTES = 0, UNIT = 64;
     static constexpr bool HAS_SCALE = true;
     struct Raw {
         Bytes8 base;
@@ -488,20 +499,21 @@ struct Wide {
 
     static __device__ __forceinline__ unsigned pair(unsigned bytes)
     {
-        return multiply_add_pair(masked_or(bytes, 0x007f007fu, 0x43004300u), 0x3f803f80u, masked_or(bytes, 0x00800080u, 0xc300c300u));
+        return multiply_add_pair(masked_xor(bytes, 0x00ff00ffu, 0x00800080u), 0x7f007f00u, 0xc000c000u);
     }
 
+    template <typename Own = Wide>
     static __device__ __forceinline__ void expand(const Raw& raw, int, unsigned (&pairs)[4])
     {
-        pairs[0] = pair(raw.base.x);
-        pairs[1] = pair(raw.base.x >> 8);
-        pairs[2] = pair(raw.base.y);
-        pairs[3] = pair(raw.base.y >> 8);
+        pairs[0] = Own::pair(raw.base.x);
+        pairs[1] = Own::pair(raw.base.x >> 8);
+        pairs[2] = Own::pair(raw.base.y);
+        pairs[3] = Own::pair(raw.base.y >> 8);
     }
 
     static __device__ __forceinline__ float scale(const Raw& raw)
     {
-        return half_to_float(raw.scale);
+        return half_to_float(raw.scale) * UNIT;
     }
 };
 
