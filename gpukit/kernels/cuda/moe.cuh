@@ -369,8 +369,9 @@ struct Fp8 {
     }
 };
 
-// Four to six bits. Beside the exponent of 128 the bits of a code are a bfloat16 of 128 + code + 2^(BITS - 1), once the sign is turned over. Eight bits
-// without an exponent are one too, below the normal numbers and at their beginning: 2^-133 times what they are. Then `expand` gives codes in parts of UNIT.
+// Four to six bits. Beside the exponent of 128 the bits of a code of five or six are a bfloat16 of 128 + code + 2^(BITS - 1), once the sign is turned over.
+// Four or eight bits without an exponent are one too, below the normal numbers and at their beginning: 2^-133 times what they are. `expand` gives codes
+// divided by UNIT, by which `scale` multiplies.
 template <int BITS>
 struct Split {
     static constexpr int STEP = 64, STEP_BYTES = 32, OCTS = 2, SCALE_STEPS = 1, ORDER = NIBBLES;
@@ -425,19 +426,8 @@ struct Split {
 
     static __device__ __forceinline__ void expand(const Raw& raw, int oct, unsigned (&pairs)[4])
     {
-        constexpr unsigned EXPONENT = 0x4300 | 1 << (BITS - 1), SIGN = 0x8000;
-        constexpr unsigned TURN = EXPONENT | EXPONENT << 16;
-        constexpr int EXTRA = BITS - 4;
         const unsigned low = oct ? raw.base.y : raw.base.x;
-        unsigned above = 0;
-        if (BITS == 5) {
-            // As a product, and shifted to the left below: the unit for logic and for shifts to the right has the most to do.
-            above = (raw.high >> 8 * oct & 0xff) * (1u << 1 | 1u << 13);
-        } else if (BITS == 6) {
-            const unsigned own = raw.high >> 16 * oct & 0xffff;
-            above = own << 4 | own << 12;
-        }
-        if (!EXTRA) {
+        if constexpr (BITS == 4) {
             // Beside the exponent of 32 a code is 34 + code / 4; the upper one of a byte needs none where it stands, and no shift.
 #pragma unroll
             for (int i = 0; i < 4; i += 2) {
@@ -445,14 +435,19 @@ struct Split {
                 pairs[i] = multiply_add_pair(masked_xor(two, 0x000f000fu, 0x42084208u), 0x3f803f80u, 0xc208c208u);
                 pairs[i + 1] = multiply_add_pair(masked_xor(two, 0x00f000f0u, 0x00800080u), 0x7f007f00u, 0xc000c000u);
             }
-            return;
-        }
+        } else {
+            constexpr unsigned EXPONENT = 0x4300 | 1 << (BITS - 1), SIGN = 0x8000;
+            constexpr unsigned TURN = EXPONENT | EXPONENT << 16;
+            constexpr int EXTRA = BITS - 4;
+            // As a product, and shifted to the left below: the unit for logic and for shifts to the right has the most to do.
+            const unsigned of_oct = raw.high >> (BITS == 5 ? 8 : 16) * oct & (BITS == 5 ? 0xff : 0xffff);
+            const unsigned above = BITS == 5 ? of_oct * (1u << 1 | 1u << 13) : of_oct << 4 | of_oct << 12;
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            unsigned bits = masked_xor(low >> 4 * i, 0x000f000fu, TURN);
-            if (EXTRA)
-                bits = masked_xor(BITS == 5 ? above << (3 - i) : above >> EXTRA * i, ((1u << EXTRA) - 1) * 0x00100010u, bits);
-            pairs[i] = multiply_add_pair(bits, 0x3f803f80u, TURN | SIGN | SIGN << 16);
+            for (int i = 0; i < 4; i++) {
+                const unsigned bits = masked_xor(low >> 4 * i, 0x000f000fu, TURN);
+                pairs[i] = multiply_add_pair(masked_xor(BITS == 5 ? above << (3 - i) : above >> EXTRA * i, ((1u << EXTRA) - 1) * 0x00100010u, bits),
+                                             0x3f803f80u, TURN | SIGN | SIGN << 16);
+            }
         }
     }
 

@@ -18,24 +18,20 @@ static_assert(ASKING_REGISTERS + FEW_GROUPS * MULTIPLYING_REGISTERS <= 512, "a q
 // Accesses of a token, and from one token to the next: those of a step with two octs that are read at once are in different banks.
 constexpr int TOKEN_LENGTH = GATE_WARPS * KNOWN_LENGTH / 8, TOKEN_PITCH = TOKEN_LENGTH + QUADS;
 
-// Instead of a first claim: a group that has something else to do first leaves units to others.
+// Instead of a first claim: a group that has something else to do first leaves first units to others, and claims later.
 constexpr int NOT_CLAIMED = -1;
 
-// Eight bits beside an exponent: the lower seven, and 0 or 128 to be taken off, apart. More instructions than `Wide` has, and quicker here.
+// Eight bits beside an exponent: the lower seven are 2 + bits / 64, and the sign makes what is to be taken off 4 instead of 2. More instructions than
+// `Wide` has, and quicker here. The same numbers, so that sums of all batches overflow alike.
 struct FewWide : Wide {
     static __device__ __forceinline__ unsigned pair(unsigned bytes)
     {
-        return multiply_add_pair(masked_or(bytes, 0x007f007fu, 0x43004300u), 0x3f803f80u, masked_or(bytes, 0x00800080u, 0xc300c300u));
+        return multiply_add_pair(masked_or(bytes, 0x007f007fu, 0x40004000u), 0x3f803f80u, masked_or(bytes, 0x00800080u, 0xc000c000u));
     }
 
     static __device__ __forceinline__ void expand(const Raw& raw, int oct, unsigned (&pairs)[4])
     {
         Wide::expand<FewWide>(raw, oct, pairs);
-    }
-
-    static __device__ __forceinline__ float scale(const Raw& raw)
-    {
-        return half_to_float(raw.scale);
     }
 };
 
@@ -193,7 +189,7 @@ struct FewMemory {
     uint64 other_gate_arrival, other_gate_end, other_down_arrival;
     FewGroups groups;
     FewSums sums_of_units[FEW_GROUPS][2];
-    // Which units are in the slots, and of the shared expert in another format.
+    // Which units are in the slots, what groups have claimed first, or NOT_CLAIMED, and which unit of the shared expert in another format is there.
     int units[FEW_GROUPS][SLOTS];
     int first[FEW_GROUPS], other, warps_done;
     DownMemory<HALF_COLUMNS> down;
@@ -351,8 +347,9 @@ struct FewGateStream {
     }
 };
 
-// A thread asks for a group's units behind its first ones. With one slot it claims the next unit when it has asked for one, because an answer takes its
-// time. Of two slots one is multiplied meanwhile: a unit is claimed when the one in front of it is there, which leaves more to groups that are early.
+// A thread asks for a group's units behind those claimed first, or for all where none were. With one slot it claims the next unit when it has asked for
+// one, because an answer takes its time. Of two slots one is multiplied meanwhile: a unit is claimed when the one in front of it is there, which leaves
+// more to groups that are early.
 template <typename Format, typename Memory>
 struct FewAsker {
     using Gates = FewGateStream<Format, Memory>;
@@ -406,6 +403,7 @@ struct FewAsker {
             behind(slot);
             ended |= 1u << slot;
         };
+        // Without first units there is a turn more, in which no slot has anything to be waited for.
         int turn = memory.first[group] == NOT_CLAIMED ? -1 : 0;
 #pragma unroll
         for (int slot = 0; slot < SLOTS; slot++)
@@ -440,7 +438,7 @@ __device__ __forceinline__ void ask_for_other_unit(const Banks& banks, Memory& m
         Own::ask(banks.shared, 0, unit, KNOWN_LENGTH, memory.other_unit, &memory.other_gate_arrival, copy, policy);
 }
 
-// And for those behind the block's first one, as the first group ends those in front.
+// A thread asks for units of that behind the block's first one, as the first group ends those in front.
 template <typename Memory>
 __device__ __forceinline__ void ask_for_other_units(const GateUp& call, const Banks& banks, Memory& memory)
 {
@@ -505,8 +503,8 @@ struct FewParts {
     }
 };
 
-// What hangs on no choice, of the shared expert in another format: a thread asks for the first warp's tile, and for a unit of the first group, if it gets
-// one. That takes the group as long as two others: there it claims units for the other groups alone.
+// What hangs on no choice where the shared expert may be in another format: a thread asks for that one's tile of the first warp and for a unit for the first
+// group, if there are any, and claims first units of all groups. Such a unit takes its group as long as two others: then it claims for the others alone.
 template <typename Memory>
 __device__ __forceinline__ void begin_other(
     const GateUp& gate, const Banks& gate_banks, const Banks& down_banks, const FewParts& parts, Memory& memory, int* claims)
@@ -527,8 +525,8 @@ __device__ __forceinline__ void begin_other(
         memory.first[group] = group < busy_groups ? NOT_CLAIMED : first + (group - busy_groups) * Memory::SLOTS;
 }
 
-// What a block needs before its first unit: the groups, tokens, barriers, and a first claim for each group. Warps are each for themselves: answers take
-// their time where other blocks already have as much as fits on its way.
+// What a block needs before its first unit: the groups, tokens, barriers, and first claims of the groups that have nothing else to do first. Warps are each
+// for themselves: answers take their time where other blocks already have as much as fits on its way.
 template <bool HAS_OTHER, typename Memory>
 __device__ __forceinline__ void begin_few(const GateUp& gate, const Banks& gate_banks, const Banks& down_banks, const FewParts& parts, Memory& memory)
 {
@@ -599,7 +597,7 @@ __device__ __forceinline__ void run_experts_few(
     using Memory = FewMemory<GateFormat, DownFormat, HAS_OTHER>;
     Memory& memory = *reinterpret_cast<Memory*>(dynamic);
     const FewParts parts(gate, down, HAS_OTHER && is_gate_other, HAS_OTHER && is_down_other);
-    // What all lanes are known to have alike takes no register of each.
+    // Handed round by a shuffle, the warp's number is known to be the same in all lanes, and takes no register of each.
     const int warp = Memory::HAS_ASKERS ? __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0) : threadIdx.x / 32, group = warp / GATE_WARPS;
     begin_few<HAS_OTHER>(gate, gate_banks, down_banks, parts, memory);
     const int segments = memory.groups.segments, shared_segments = memory.groups.shared_segments;
