@@ -932,7 +932,7 @@ __device__ __forceinline__ void run_down_slots(const Down& call, const Banks& ba
 
 #define GATE_UP_PARAMETERS                                                                                                                     \
     const char *base, const char *high, const char *scales, const char *shared_base, const char *shared_high, const char *shared_scales,       \
-        int64 is_shared_other, const Bytes16 *x, int64 x_row, int64 hidden, int64 width, const Groups *groups, unsigned *act, int64 paths,     \
+        int64 is_shared_other, const Bytes16 *x, int64 x_row, int64 hidden, int64 width, Groups *groups, unsigned *act, int64 paths,           \
         int64 handing, int64 shared_handing, int64 tiles, int64 inverse_of_tiles, int64 shared_bytes, const char *ahead, int64 ahead_bytes,    \
         int64 has_scores, int64 experts, int64 *signal
 #define DOWN_PARAMETERS                                                                                                                        \

@@ -82,6 +82,12 @@ struct FromTokens {
             operands[0][3] = __byte_perm(b, d, 0x7632);
         }
     }
+
+    // Of a step behind this one.
+    __device__ __forceinline__ FromTokens of_step(int step) const
+    {
+        return {octs + place_of_oct(Format::OCTS * QUADS * step)};
+    }
 };
 
 // A lane's octs of its column's token in all steps of a slice, in registers. They are the same for all units of a warp, so that shared memory has only
@@ -91,39 +97,18 @@ struct HeldTokens {
     static constexpr int STEPS = KNOWN_LENGTH / Format::STEP;
     Bytes16 octs[STEPS][Format::OCTS];
 
-    struct Step {
-        static constexpr int SETS = 1;
-        const Bytes16 (&octs)[Format::OCTS];
-
-        __device__ __forceinline__ void take(int oct, unsigned (&operands)[SETS][4]) const
-        {
-            take_vector(octs[oct], operands[0]);
-        }
-    };
-
-    __device__ __forceinline__ explicit HeldTokens(const Bytes16* token)
+    __device__ __forceinline__ explicit HeldTokens(const FromTokens<Format, Format::ORDER>& first)
     {
 #pragma unroll
         for (int step = 0; step < STEPS; step++)
 #pragma unroll
             for (int oct = 0; oct < Format::OCTS; oct++)
-                octs[step][oct] = token[place_of_oct(Format::OCTS * QUADS * step) + QUADS * oct];
+                octs[step][oct] = first.of_step(step).octs[QUADS * oct];
     }
 
-    __device__ __forceinline__ Step of_step(int step) const
+    __device__ __forceinline__ InOrder<Format> of_step(int step) const
     {
         return {octs[step]};
-    }
-};
-
-// The same where they are read from shared memory.
-template <typename Format, int STORED>
-struct TokensInMemory {
-    const Bytes16* token;
-
-    __device__ __forceinline__ FromTokens<Format, STORED> of_step(int step) const
-    {
-        return {token + place_of_oct(Format::OCTS * QUADS * step)};
     }
 };
 
@@ -264,10 +249,10 @@ struct FewGateStream {
         }
     }
 
-    // Where this lane's elements of its column's token begin: a column has the token of its number, whether or not a unit is for it.
-    __device__ __forceinline__ const Bytes16* token() const
+    // This lane's part of the slice's first step of its column's token: a column has the token of its number, whether or not a unit is for it.
+    __device__ __forceinline__ FromTokens<Format, Memory::ORDER> tokens() const
     {
-        return memory.tokens[threadIdx.x / 4 % HALF_COLUMNS] + warp * KNOWN_LENGTH / 8 + place_of_oct(Format::OCTS * (threadIdx.x & 3));
+        return {memory.tokens[threadIdx.x / 4 % HALF_COLUMNS] + warp * KNOWN_LENGTH / 8 + place_of_oct(Format::OCTS * (threadIdx.x & 3))};
     }
 
     // The sums of a unit that is there.
@@ -304,7 +289,7 @@ struct FewGateStream {
     template <typename Asker, typename Behind>
     __device__ __forceinline__ void run(Asker& asker, const Behind& behind) const
     {
-        const HeldTokens<Format> tokens(token());
+        const HeldTokens<Format> held(tokens());
         // Slots that nothing comes to any more, as bits.
         unsigned ended = 0;
 #pragma unroll 1
@@ -322,7 +307,7 @@ struct FewGateStream {
             const Place place = work.place(unit);
             FewSums& sums_of_unit = memory.sums_of_units[group][number % 2];
             float sums[1][1][4] = {};
-            multiply(tokens, memory.slots[group][slot], sums);
+            multiply(held, memory.slots[group][slot], sums);
             sums_of_unit.put(warp, sums[0][0]);
             // Sums have two places, so that those of the next unit may come before these have been taken.
             const bool is_asker = !HAS_ASKERS && warp == 0;
@@ -365,7 +350,7 @@ struct FewAsker {
 
     __device__ __forceinline__ int claim_next() const
     {
-        return begin + claim(const_cast<Groups*>(work.call.groups)->claims, 1);
+        return begin + claim(work.call.groups->claims, 1);
     }
 
     // Whether what the group has claimed first for a slot is a unit.
@@ -447,7 +432,7 @@ __device__ __forceinline__ void ask_for_other_units(const GateUp& call, const Ba
 #pragma unroll 1
     for (int unit = memory.other; unit < end && memory.groups.shared_segments > 0; phase ^= 1) {
         wait_for_phase(shared_address(&memory.other_gate_arrival), phase);
-        const int next = claim(const_cast<Groups*>(call.groups)->claims + 1, 1);
+        const int next = claim(call.groups->claims + 1, 1);
         wait_for_phase(shared_address(&memory.other_gate_end), phase);
         memory.other = unit = next;
         if (unit < end)
@@ -474,7 +459,7 @@ __device__ __forceinline__ void run_other_units(const GateUp& call, const Banks&
         const Place place = stream.work.place(unit);
         FewSums& sums_of_unit = memory.sums_of_units[0][0];
         float sums[1][1][4] = {};
-        stream.multiply(TokensInMemory<FewWide, Memory::ORDER>{stream.token()}, memory.other_unit, sums);
+        stream.multiply(stream.tokens(), memory.other_unit, sums);
         sums_of_unit.put(stream.warp, sums[0][0]);
         meet<GROUP_THREADS>(barrier_of(0, LAST_BARRIER));
         if (threadIdx.x == 0)
@@ -532,7 +517,7 @@ __device__ __forceinline__ void begin_few(const GateUp& gate, const Banks& gate_
 {
     constexpr int BARRIERS = (2 * FEW_GROUPS + DOWN_WARPS) * Memory::SLOTS, TOKEN_WARPS = Memory::WARPS - 2;
     const int warp = threadIdx.x / 32;
-    int* claims = const_cast<Groups*>(gate.groups)->claims;
+    int* claims = gate.groups->claims;
     if (warp == 0) {
         const int lane = threadIdx.x;
         int id = NO_EXPERT;
@@ -546,6 +531,7 @@ __device__ __forceinline__ void begin_few(const GateUp& gate, const Banks& gate_
                 begin_other(gate, gate_banks, down_banks, parts, memory, claims);
     } else {
         const int thread = threadIdx.x - 32;
+        // Else a group may have something else to do first, which is known where that is claimed.
         const bool has_claim = !HAS_OTHER && thread < FEW_GROUPS;
         int first = 0;
         if (has_claim)

@@ -8,6 +8,18 @@
 #include "moe_tile.cuh"
 #include "staging.cuh"
 
+// A lane's octs of a token in a step, in the order of the format.
+template <typename Format>
+struct InOrder {
+    static constexpr int SETS = 1;
+    const Bytes16* octs;
+
+    __device__ __forceinline__ void take(int oct, unsigned (&operands)[SETS][4]) const
+    {
+        take_vector(octs[oct], operands[0]);
+    }
+};
+
 // Where the planes of a unit are in its slot: of each plane the gate rows, then the up rows, in parts.
 template <typename Format, bool HAS_GAPS>
 struct GateSlot : TilePlanes<Format, GATE_WARPS * KNOWN_LENGTH / Format::STEP, HAS_GAPS> {

@@ -55,18 +55,6 @@ struct GateOneMemory {
     Chosen chosen;
 };
 
-// A lane's octs of the token in a step, in shared memory, in the order of the format.
-template <typename Format>
-struct InOrder {
-    static constexpr int SETS = 1;
-    const Bytes16* octs;
-
-    __device__ __forceinline__ void take(int oct, unsigned (&operands)[SETS][4]) const
-    {
-        take_vector(octs[oct], operands[0]);
-    }
-};
-
 // The units of this group of warps, of the routed experts or, the first group's, of the shared one. IS_OTHER: of the shared one in eight bits where the
 // others are not. UNROLLED: as many steps at once as there are registers for.
 template <typename Format, int UNROLLED, bool IS_SHARED, bool IS_OTHER, typename Memory>
@@ -288,7 +276,7 @@ __device__ __forceinline__ void choose_for_one(const GateUp& call, ScoresMemory&
         const float shared = has_shared ? memory.scores[call.experts] : 0.0f;
         choose_in_block(memory.scores[min(static_cast<int>(threadIdx.x), call.experts - 1)], shared, call.experts, memory, chosen);
         for (int copy = blockIdx.x; copy < CHOICE_COPIES && threadIdx.x < TOP; copy += gridDim.x)
-            store_relaxed(const_cast<int*>(call.groups->choices[copy]) + threadIdx.x, id_of(chosen, threadIdx.x));
+            store_relaxed(call.groups->choices[copy] + threadIdx.x, id_of(chosen, threadIdx.x));
     } else {
         const Segment* segment = call.groups->each + has_shared + threadIdx.x % TOP;
         const int segments = __ldcg(&call.groups->segments), expert = __ldcg(&segment->expert), path = __ldcg(segment->routes);

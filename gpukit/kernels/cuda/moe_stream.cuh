@@ -214,7 +214,7 @@ struct GateUp {
     int64 x_row;
     int64 hidden;
     int64 width;
-    const Groups* groups;
+    Groups* groups;
     unsigned* act;  // [tokens, paths, width], handed on as
     int64 paths;
     int handing, shared_handing;
@@ -310,7 +310,7 @@ struct GateUpWork {
     __device__ __forceinline__ void take_ticket()
     {
         if (threadIdx.x == 0)
-            ticket = claim(&const_cast<Groups*>(call.groups)->tickets, 1);
+            ticket = claim(&call.groups->tickets, 1);
     }
 
     // All know it behind the barrier of `finish`. So many blocks have the first units, two each.
