@@ -369,13 +369,13 @@ struct Fp8 {
     }
 };
 
-// Four to six bits. Beside the exponent of 128 the bits of a code of five or six are a bfloat16 of 128 + code + 2^(BITS - 1), once the sign is turned over.
-// Four or eight bits without an exponent are one too, below the normal numbers and at their beginning: 2^-133 times what they are. `expand` gives codes
-// divided by UNIT, by which `scale` multiplies.
+// Four to six bits. Beside the exponent of 128 the bits of a code of six are a bfloat16 of 128 + code + 32, once the sign is turned over. Up to eight bits
+// without an exponent are one too, below the normal numbers and at their beginning: 2^-133 times what they are. `expand` gives codes divided by UNIT, by
+// which `scale` multiplies.
 template <int BITS>
 struct Split {
     static constexpr int STEP = 64, STEP_BYTES = 32, OCTS = 2, SCALE_STEPS = 1, ORDER = NIBBLES;
-    static constexpr int HIGH_BYTES = 8 * (BITS - 4), UNIT = BITS == 4 ? 4 : 1;
+    static constexpr int HIGH_BYTES = 8 * (BITS - 4), UNIT = BITS == 4 ? 4 : BITS == 5 ? 64 : 1;
     static constexpr bool HAS_SCALE = true;
     struct Raw {
         Bytes8 base;
@@ -435,18 +435,22 @@ struct Split {
                 pairs[i] = multiply_add_pair(masked_xor(two, 0x000f000fu, 0x42084208u), 0x3f803f80u, 0xc208c208u);
                 pairs[i + 1] = multiply_add_pair(masked_xor(two, 0x00f000f0u, 0x00800080u), 0x7f007f00u, 0xc000c000u);
             }
+        } else if constexpr (BITS == 5) {
+            // Pair i comes to 2^i times what it is: there one product, which turns them over, brings the upper bits of all pairs.
+            constexpr unsigned SPREAD = 1u << 4 | 1u << 16;
+            const unsigned above = (raw.high >> 8 * oct & 0xff) * (0 - SPREAD) + 0xff * SPREAD;
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const unsigned bits = masked_or(above, 0x00100010u << i, low >> 3 * i & 0x000f000fu << i);
+                pairs[i] = multiply_add_pair(bits, 0x7f007f00u - i * 0x00800080u, 0xbe80be80u);
+            }
         } else {
-            constexpr unsigned EXPONENT = 0x4300 | 1 << (BITS - 1), SIGN = 0x8000;
-            constexpr unsigned TURN = EXPONENT | EXPONENT << 16;
-            constexpr int EXTRA = BITS - 4;
-            // As a product, and shifted to the left below: the unit for logic and for shifts to the right has the most to do.
-            const unsigned of_oct = raw.high >> (BITS == 5 ? 8 : 16) * oct & (BITS == 5 ? 0xff : 0xffff);
-            const unsigned above = BITS == 5 ? of_oct * (1u << 1 | 1u << 13) : of_oct << 4 | of_oct << 12;
+            constexpr unsigned EXPONENT = 0x4320, SIGN = 0x8000, TURN = EXPONENT | EXPONENT << 16;
+            const unsigned of_oct = raw.high >> 16 * oct & 0xffff, above = of_oct << 4 | of_oct << 12;
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const unsigned bits = masked_xor(low >> 4 * i, 0x000f000fu, TURN);
-                pairs[i] = multiply_add_pair(masked_xor(BITS == 5 ? above << (3 - i) : above >> EXTRA * i, ((1u << EXTRA) - 1) * 0x00100010u, bits),
-                                             0x3f803f80u, TURN | SIGN | SIGN << 16);
+                pairs[i] = multiply_add_pair(masked_xor(above >> 2 * i, 0x00300030u, bits), 0x3f803f80u, TURN | SIGN | SIGN << 16);
             }
         }
     }

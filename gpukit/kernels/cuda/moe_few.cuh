@@ -228,24 +228,21 @@ struct FewGateStream {
             Own::ask(bank, expert, tile, width, slot, arrival, copy, policy);
     }
 
-    // The slots' first units, and which they are, where they have been claimed.
+    // The first slot's first unit, and which it is, where it has been claimed.
     __device__ __forceinline__ void ask_first(int begin, int end) const
     {
         if (HAS_ASKERS && memory.first[group] == NOT_CLAIMED)
             return;
         const int first = begin + memory.first[group];
         const bool is_first = threadIdx.x % GROUP_THREADS == 0;
-#pragma unroll
-        for (int slot = 0; slot < SLOTS; slot++) {
-            const uint64* arrival = memory.gate_arrivals[group] + slot;
+        const uint64* arrival = memory.gate_arrivals[group];
+        if (is_first)
+            memory.units[group][0] = first;
+        if (first >= end) {
             if (is_first)
-                memory.units[group][slot] = first + slot;
-            if (first + slot >= end) {
-                if (is_first)
-                    arrive(shared_address(arrival));
-            } else if (threadIdx.x % 32 == 0) {
-                ask(work, first + slot, memory.slots[group][slot], arrival, warp, GATE_WARPS);
-            }
+                arrive(shared_address(arrival));
+        } else if (threadIdx.x % 32 == 0) {
+            ask(work, first, memory.slots[group][0], arrival, warp, GATE_WARPS);
         }
     }
 
@@ -284,23 +281,23 @@ struct FewGateStream {
         work.put_activation(place, route, 0, column, all.x, all.y);
     }
 
-    // All units of the group. A warp in turn puts a unit together, while the others go on; without a group that asks the first one asks instead. Behind the
-    // last unit of a slot `behind` is done.
-    template <typename Asker, typename Behind>
-    __device__ __forceinline__ void run(Asker& asker, const Behind& behind) const
+    // All units of the group, until nothing comes to any slot; which one that was first. A warp in turn puts a unit together, while the others go on; without
+    // a group that asks the first one asks instead.
+    template <typename Asker>
+    __device__ __forceinline__ int run(Asker& asker) const
     {
         const HeldTokens<Format> held(tokens());
         // Slots that nothing comes to any more, as bits.
         unsigned ended = 0;
+        int number = 0;
 #pragma unroll 1
-        for (int number = 0; ended != (1 << SLOTS) - 1; number++) {
+        for (; ended != (1 << SLOTS) - 1; number++) {
             const int slot = number % SLOTS;
             if (ended >> slot & 1)
                 continue;
             wait_for_phase(shared_address(memory.gate_arrivals[group] + slot), number / SLOTS & 1);
             const int unit = memory.units[group][slot];
             if (unit >= asker.end) {
-                behind(slot);
                 ended |= 1u << slot;
                 continue;
             }
@@ -329,12 +326,13 @@ struct FewGateStream {
                     arrive(shared_address(memory.gate_ends[group] + slot));
             });
         }
+        return number % SLOTS;
     }
 };
 
-// A thread asks for a group's units behind those claimed first, or for all where none were. With one slot it claims the next unit when it has asked for
-// one, because an answer takes its time. Of two slots one is multiplied meanwhile: a unit is claimed when the one in front of it is there, which leaves
-// more to groups that are early.
+// A thread asks for a group's units behind the one claimed first, or for all where none was. With one slot it claims the next unit when it has asked for
+// one, because an answer takes its time. Of two slots one is multiplied meanwhile: a unit is claimed when the one in front of it is there, and the second
+// slot's first one when the choice is known, which leaves more to groups that are early, and something to blocks that come up late.
 template <typename Format, typename Memory>
 struct FewAsker {
     using Gates = FewGateStream<Format, Memory>;
@@ -353,10 +351,10 @@ struct FewAsker {
         return begin + claim(work.call.groups->claims, 1);
     }
 
-    // Whether what the group has claimed first for a slot is a unit.
-    __device__ __forceinline__ bool has_first(int slot) const
+    // Whether what the group has claimed first is a unit.
+    __device__ __forceinline__ bool has_first() const
     {
-        return begin + memory.first[group] + slot < end;
+        return begin + memory.first[group] < end;
     }
 
     // What comes to a slot next, when all are done with what it had; false if nothing does.
@@ -379,34 +377,30 @@ struct FewAsker {
             claimed = claim_next();
     }
 
-    // All units, as the group ends those in front. Behind a slot's last one `behind` is done.
+    // All units, as the group ends those in front. When nothing comes to a slot, the first one, `behind` is done.
     template <typename Behind>
     __device__ __forceinline__ void ask_for_all(const Behind& behind) const
     {
         unsigned ended = 0;
-        const auto end_slot = [&](int slot) {
-            behind(slot);
-            ended |= 1u << slot;
+        const auto go_on = [&](int slot, bool has_next) {
+            if (!has_next && ended == 0)
+                behind(slot);
+            ended |= !has_next << slot;
         };
-        // Without first units there is a turn more, in which no slot has anything to be waited for.
-        int turn = memory.first[group] == NOT_CLAIMED ? -1 : 0;
-#pragma unroll
-        for (int slot = 0; slot < SLOTS; slot++)
-            if (turn == 0 && !has_first(slot))
-                end_slot(slot);
+        const bool has_claim = memory.first[group] != NOT_CLAIMED;
 #pragma unroll 1
-        for (; ended != (1 << SLOTS) - 1; turn++)
+        for (int slot = 0; slot < SLOTS; slot++)
+            go_on(slot, slot == 0 && has_claim ? has_first() : ask(slot, claim_next()));
+#pragma unroll 1
+        for (int turn = 0; ended != (1 << SLOTS) - 1; turn++)
 #pragma unroll 1
             for (int slot = 0; slot < SLOTS; slot++) {
                 if (ended >> slot & 1)
                     continue;
-                if (turn >= 0)
-                    wait_for_phase(shared_address(memory.gate_arrivals[group] + slot), turn & 1);
+                wait_for_phase(shared_address(memory.gate_arrivals[group] + slot), turn & 1);
                 const int unit = claim_next();
-                if (turn >= 0)
-                    wait_for_phase(shared_address(memory.gate_ends[group] + slot), turn & 1);
-                if (!ask(slot, unit))
-                    end_slot(slot);
+                wait_for_phase(shared_address(memory.gate_ends[group] + slot), turn & 1);
+                go_on(slot, ask(slot, unit));
             }
     }
 };
@@ -504,10 +498,10 @@ __device__ __forceinline__ void begin_other(
     memory.other = other;
     if (busy_groups)
         ask_for_other_unit(gate_banks, memory, other);
-    const int first = claim(claims, (FEW_GROUPS - busy_groups) * Memory::SLOTS);
+    const int first = claim(claims, FEW_GROUPS - busy_groups);
 #pragma unroll
     for (int group = 0; group < FEW_GROUPS; group++)
-        memory.first[group] = group < busy_groups ? NOT_CLAIMED : first + (group - busy_groups) * Memory::SLOTS;
+        memory.first[group] = group < busy_groups ? NOT_CLAIMED : first + group - busy_groups;
 }
 
 // What a block needs before its first unit: the groups, tokens, barriers, and first claims of the groups that have nothing else to do first. Warps are each
@@ -535,7 +529,7 @@ __device__ __forceinline__ void begin_few(const GateUp& gate, const Banks& gate_
         const bool has_claim = !HAS_OTHER && thread < FEW_GROUPS;
         int first = 0;
         if (has_claim)
-            first = claim(claims, Memory::SLOTS);
+            first = claim(claims, 1);
         if (thread < BARRIERS)
             init_barrier(shared_address(memory.gate_arrivals[0] + thread), 1);
         if (thread == 0)
@@ -550,7 +544,7 @@ __device__ __forceinline__ void begin_few(const GateUp& gate, const Banks& gate_
     __syncthreads();
 }
 
-// A thread asks for all that comes to the slots of a group: units, and behind them the first tiles of its warps.
+// A thread asks for all units that come to the slots of a group, and behind them for the first tiles of its warps.
 template <typename GateFormat, typename DownFormat, typename Memory>
 __device__ __forceinline__ void ask_for_group(
     const GateUp& gate, const Down& down, const Banks& gate_banks, const Banks& down_banks, const FewParts& parts, Memory& memory,
@@ -559,17 +553,15 @@ __device__ __forceinline__ void ask_for_group(
     using Asker = FewAsker<GateFormat, Memory>;
     const int segments = memory.groups.segments, shared_segments = memory.groups.shared_segments;
     const typename Asker::Gates::Work work(gate, gate_banks, shared_segments, nullptr, memory.groups.each);
-    int asked = 0;
     Asker(work, memory, group, begin, end).ask_for_all([&](int slot) {
 #pragma unroll 1
         for (int number = 0; number < GATE_WARPS && parts.has_tile; number++) {
-            const int warp = group * GATE_WARPS + number, unit = parts.first_tile(warp) + asked * DOWN_WARPS;
+            const int warp = group * GATE_WARPS + number, unit = parts.first_tile(warp);
             const Bank bank = choose(unit < shared_segments, down_banks.shared, down_banks.routed);
             if (unit < segments)
                 FewSlot<DownFormat>::ask(bank, memory.groups.each[unit].expert * down.hidden + blockIdx.x * TILE,
                                          memory.slots[group][slot] + number * Memory::TILE_BYTES, memory.down_arrivals[warp] + slot);
         }
-        asked++;
     });
 }
 
@@ -607,7 +599,7 @@ __device__ __forceinline__ void run_experts_few(
     const FewGateStream<GateFormat, Memory> gates(gate, gate_banks, memory);
     gates.ask_first(begin, end);
     FewAsker<GateFormat, Memory> asker(gates.work, memory, group, begin, end);
-    if (!Memory::HAS_ASKERS && threadIdx.x % GROUP_THREADS == 0 && asker.has_first(0))
+    if (!Memory::HAS_ASKERS && threadIdx.x % GROUP_THREADS == 0 && asker.has_first())
         asker.claimed = asker.claim_next();
     // Activations of the launch in front of routing have been read, when that has ended.
     wait_for_predecessor();
@@ -615,19 +607,17 @@ __device__ __forceinline__ void run_experts_few(
     if constexpr (HAS_OTHER)
         if (group == 0 && parts.has_other_units)
             run_other_units(gate, gate_banks, memory);
+    const int first_slot = gates.run(asker), first_tile = parts.first_tile(warp);
     const DownWork<DownFormat> work(down, down_banks, shared_segments, memory.down.sums_of_paths);
+    // How many segments there are is read again: meanwhile it takes no register.
     SlotStream<DownFormat, FewTokens<Memory::SLOTS>, Memory::SLOT_BYTES> stream(
         work, memory.groups.each, memory.slots[group][0] + warp % GATE_WARPS * Memory::TILE_BYTES, memory.down_arrivals[warp],
-        parts.has_tile ? segments : 0);
-    const int first_tile = parts.first_tile(warp);
-    int asked = 0, first_slot = 0;
-    gates.run(asker, [&](int slot) {
-        if (asked == 0)
-            first_slot = slot;
-        if (!Memory::HAS_ASKERS)
-            stream.ask(first_tile + asked * DOWN_WARPS, slot);
-        asked++;
-    });
+        parts.has_tile ? memory.groups.segments : 0);
+    if (!Memory::HAS_ASKERS) {
+        // Activations first: they are few bytes.
+        stream.take(first_tile);
+        stream.ask(first_tile, first_slot);
+    }
     memory.end_claiming();
     if (!parts.has_tile)
         return;
@@ -642,7 +632,9 @@ __device__ __forceinline__ void run_experts_few(
             // Whether or not somebody needs it.
             wait_for_phase(shared_address(&memory.other_down_arrival), 0);
         }
-    stream.take(first_tile);
+    // Behind the other tile: there are not registers for the activations of both.
+    if (Memory::HAS_ASKERS)
+        stream.take(first_tile);
     stream.go_on(first_tile, first_slot, 0);
     put_together<THREADS, false>(down, memory.down, memory.groups.tokens());
 #endif

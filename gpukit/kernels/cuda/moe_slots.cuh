@@ -107,6 +107,8 @@ template <typename Format, typename Batch, int SLOT_BYTES>
 struct SlotStream {
     using Own = Slot<Format, Batch::HAS_GAPS>;
     static constexpr int STEPS = Own::STEPS, WARPS = Batch::WARPS, SLOTS = Batch::SLOTS;
+    // A unit is asked for when the activations of the one in front are there, not a turn ahead: these would wait for what nobody needs yet.
+    static constexpr bool ASKS_LATE = Batch::ARE_WORDS && SLOTS > 1;
     using Activations = FromColumns<Format, Batch::TOKENS <= HALF_COLUMNS ? 1 : 2, Batch::ARE_WORDS>;
     static_assert(Own::BYTES <= SLOT_BYTES, "a tile fits");
     const DownWork<Format>& work;
@@ -171,8 +173,9 @@ struct SlotStream {
         }
     }
 
-    // A unit's sums, with the next one's activations on their way to where its own were.
-    __device__ __forceinline__ void multiply(const Place& place, const Place& next, bool has_next, int slot, unsigned phase)
+    // A unit's sums, with the next one's activations on their way to where its own were. `ready` is done when all is there.
+    template <typename Ready>
+    __device__ __forceinline__ void multiply(const Place& place, const Place& next, bool has_next, int slot, unsigned phase, const Ready& ready)
     {
         constexpr int SETS = Activations::SETS;
         const Columns columns = work.columns(next);
@@ -180,6 +183,7 @@ struct SlotStream {
         wait_for_phase(shared_address(arrivals + slot), phase);
         if constexpr (Batch::ARE_WORDS)
             wait_for_activations(place);
+        ready();
         const char* tile = slots[slot];
         float sums[SETS][4] = {};
         RowScales<Format, Format::HAS_SCALE ? STEPS : 0> scales[2];
@@ -213,7 +217,7 @@ struct SlotStream {
             taken[step].load(columns, step * LENGTH);
     }
 
-    // From a unit on, which has been taken, all slots being asked for; `had`: those that have had a phase, as bits.
+    // From a unit on, which has been taken; its slot has been asked for, and others unless that is done late. `had`: those that have had a phase, as bits.
     __device__ __forceinline__ void go_on(int unit, int slot, unsigned had)
     {
         if (unit >= end)
@@ -222,10 +226,14 @@ struct SlotStream {
         while (true) {
             const bool has_next = unit + WARPS < end;
             const Place next = place(has_next ? unit + WARPS : unit);
-            multiply(own, next, has_next, slot, had >> slot & 1);
+            multiply(own, next, has_next, slot, had >> slot & 1, [&] {
+                if (ASKS_LATE && has_next)
+                    ask(unit + WARPS, (slot + 1) % SLOTS);
+            });
             if (!has_next)
                 return;
-            ask(unit + SLOTS * WARPS, slot);
+            if (!ASKS_LATE)
+                ask(unit + SLOTS * WARPS, slot);
             had ^= 1u << slot;
             slot = (slot + 1) % SLOTS;
             own = next;
