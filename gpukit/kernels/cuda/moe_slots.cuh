@@ -173,9 +173,8 @@ struct SlotStream {
         }
     }
 
-    // A unit's sums, with the next one's activations on their way to where its own were. `ready` is done when all is there.
-    template <typename Ready>
-    __device__ __forceinline__ void multiply(const Place& place, const Place& next, bool has_next, int slot, unsigned phase, const Ready& ready)
+    // A unit's sums, with the next one's activations on their way to where its own were.
+    __device__ __forceinline__ void multiply(int unit, const Place& place, const Place& next, bool has_next, int slot, unsigned phase)
     {
         constexpr int SETS = Activations::SETS;
         const Columns columns = work.columns(next);
@@ -183,7 +182,8 @@ struct SlotStream {
         wait_for_phase(shared_address(arrivals + slot), phase);
         if constexpr (Batch::ARE_WORDS)
             wait_for_activations(place);
-        ready();
+        if (ASKS_LATE && has_next)
+            ask(unit + WARPS, (slot + 1) % SLOTS);
         const char* tile = slots[slot];
         float sums[SETS][4] = {};
         RowScales<Format, Format::HAS_SCALE ? STEPS : 0> scales[2];
@@ -226,10 +226,7 @@ struct SlotStream {
         while (true) {
             const bool has_next = unit + WARPS < end;
             const Place next = place(has_next ? unit + WARPS : unit);
-            multiply(own, next, has_next, slot, had >> slot & 1, [&] {
-                if (ASKS_LATE && has_next)
-                    ask(unit + WARPS, (slot + 1) % SLOTS);
-            });
+            multiply(unit, own, next, has_next, slot, had >> slot & 1);
             if (!has_next)
                 return;
             if (!ASKS_LATE)
