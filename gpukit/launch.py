@@ -2,8 +2,9 @@
 
 An op is a function under `operation` that checks its arguments and ends with `Kernel.launch`, or with `host` or `nothing`; `.prepare` runs the same
 function, but keeps what would have been launched.
-Every kernel parameter is eight bytes (an address or an int64; CUDA C also takes doubles), so one packed buffer serves every kernel and a launch
-is one `cuLaunchKernel` with arguments written in place. Kernels are compiled by `compile` and loaded here, on first use or by `warmup`.
+Every kernel parameter is eight bytes (an address or an int64; CUDA C also takes doubles), but for a last one of as many bytes as its argument has. So
+one packed buffer serves every kernel and a launch is one `cuLaunchKernel` with arguments written in place. Kernels are compiled by `compile` and
+loaded here, on first use or by `warmup`.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ Launch = tuple["Kernel", int, int, tuple[Any, ...]]
 Plan = tuple[Any, ...]
 
 _MOST_PARAMETERS = 40
+# Of eight bytes: of a parameter that is longer.
+_MOST_WORDS = 128
 _HANDLES_OF_DEFAULT_STREAMS = (0, 1, 2)
 # Blocks of a cluster that no device has to be asked to allow.
 _PORTABLE_CLUSTER = 8
@@ -67,12 +70,12 @@ _mode = _Mode()
 
 
 class _Packed:
-    """Argument values, eight bytes each, and the array of their addresses that the driver wants."""
+    """Argument values, eight bytes each but the last, and the array of their addresses that the driver wants."""
 
     __slots__ = ("addresses", "buffer", "pointer")
 
     def __init__(self) -> None:
-        self.buffer = (ctypes.c_int64 * _MOST_PARAMETERS)()
+        self.buffer = (ctypes.c_int64 * (_MOST_PARAMETERS + _MOST_WORDS))()
         base = ctypes.addressof(self.buffer)
         self.addresses = (ctypes.c_void_p * _MOST_PARAMETERS)(*(base + 8 * slot for slot in range(_MOST_PARAMETERS)))
         self.pointer = ctypes.addressof(self.addresses)
@@ -214,7 +217,8 @@ class Kernel:
 
     def make_packer(self, arguments: tuple[Any, ...]) -> Callable[..., None]:
         """Remember how this kernel's arguments are packed; their number never changes."""
-        self.pack_into = struct.Struct("=" + "".join("d" if slot in self.doubles else "q" for slot in range(len(arguments)))).pack_into
+        kinds = ("d" if slot in self.doubles else f"{len(value)}s" if isinstance(value, bytes) else "q" for slot, value in enumerate(arguments))
+        self.pack_into = struct.Struct("=" + "".join(kinds)).pack_into
         return self.pack_into
 
     def _load(self, variant: tuple[str, ...], device: int) -> Any:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 from gpukit.kernels import _row_split
-from gpukit.kernels._moe import TOP, may_have_other
+from gpukit.kernels._moe import TOP, Bank, Geometry, may_have_other
+from gpukit.kernels._tensor_maps import LINE, rows_by_lines
 from gpukit.launch import Kernel
 
 # What reads tokens again and again lives off the L1, which kernels with much shared memory leave small: where nobody said so, 64 tokens in fp8 took
@@ -160,21 +162,53 @@ def experts_few_bytes(gate_up: str, down: str) -> int:
 
 
 class ExpertsFew(NamedTuple):
-    """A kernel of both projections of few tokens, and warps of a block."""
+    """A kernel of both projections of few tokens, warps of a block, and whether it is told of the banks by tensor maps."""
 
     kernel: Kernel
     warps: int
+    has_maps: bool
 
 
 def _experts_few(name: str, gate_up: str, down: str) -> ExpertsFew:
     kernel = _kernel(f"experts_few_{name}", shared_bytes=experts_few_bytes(gate_up, down), carveout=MOST_SHARED)
-    return ExpertsFew(kernel, DOWN_WARPS + (GATE_WARPS if _few_slots(gate_up) > 1 else 0))
+    has_askers = _few_slots(gate_up) > 1
+    return ExpertsFew(kernel, DOWN_WARPS + (GATE_WARPS if has_askers else 0), has_askers)
 
 
 # By the formats of the gate and up bank and of the down bank.
 _EXPERTS_FEW = {("q4", "q5"): _experts_few("q4_q5", "q4", "q5")} | {
     (kind, kind): _experts_few(kind, kind, kind) for kind in ("bf16", "fp8", "q6", "w8")
 }
+
+
+@functools.lru_cache(maxsize=1024)
+def _few_maps(device: int, kinds: tuple[str, str], experts: int, gate_up: Bank, down: Bank, shared_gate_up: Bank, shared_down: Bank) -> bytes:
+    half, maps = _TILE // 2, b""
+    for kind, length, together, banks in (
+        (kinds[0], USUAL_HIDDEN, half, ((gate_up, experts * 2 * USUAL_WIDTH), (shared_gate_up, 2 * USUAL_WIDTH))),
+        (kinds[1], USUAL_WIDTH, _TILE, ((down, experts * USUAL_HIDDEN), (shared_down, USUAL_HIDDEN))),
+    ):
+        step = STEPS[kind]
+        row_bytes = [length // step.elements * bytes_of_step for bytes_of_step in (step.base, step.high)]
+        for bank, rows in banks:
+            maps += b"".join(
+                rows_by_lines(device, address, of_row, rows, together) for address, of_row in zip(bank, row_bytes, strict=False) if of_row >= LINE
+            )
+    return maps
+
+
+def experts_few_maps(geometry: Geometry, device: int) -> bytes:
+    """FewMaps: of both banks, the routed experts' and the shared one's. Nobody asks for those of a shared expert in another format or of none."""
+    has_gate_up, has_down = (geometry.has_shared and not is_other for is_other in (geometry.is_gate_up_other, geometry.is_down_other))
+    return _few_maps(
+        device,
+        (geometry.gate_up_format, geometry.down_format),
+        geometry.experts,
+        geometry.gate_up,
+        geometry.down,
+        geometry.shared_gate_up if has_gate_up else geometry.gate_up,
+        geometry.shared_down if has_down else geometry.down,
+    )
 
 
 def experts_few_for(gate_up: str, down: str, tokens: int, hidden: int, width: int, device: int) -> ExpertsFew | None:

@@ -13,7 +13,18 @@ from gpukit import arrays, devices
 from gpukit.arrays import ITEMSIZE
 from gpukit.errors import ArgumentError, Signal
 from gpukit.kernels._moe import TOP, Fp8, Geometry, MoeWeights, geometry_of, router_experts
-from gpukit.kernels._moe_decode import CARVEOUT, FEW_TOKENS, FORMATS, MOST_SEGMENTS, MOST_SHARED, ExpertsFew, down_for, experts_few_for, gate_up_for
+from gpukit.kernels._moe_decode import (
+    CARVEOUT,
+    FEW_TOKENS,
+    FORMATS,
+    MOST_SEGMENTS,
+    MOST_SHARED,
+    ExpertsFew,
+    down_for,
+    experts_few_for,
+    experts_few_maps,
+    gate_up_for,
+)
 from gpukit.kernels._plans import allocate, blocks_for, inverse, signal_pointer, whole
 from gpukit.kernels._row_split import RowSplit
 from gpukit.kernels._tensors import BF16, NUMBERS, Tensor, like_shape, refuse_overlap, require_aligned, tensor
@@ -831,6 +842,7 @@ def _experts_few(
         *geometry.gate_up, *geometry.shared_gate_up, int(geometry.is_gate_up_other), *geometry.down, *geometry.shared_down,
         int(geometry.is_down_other), _token_at(x, first), _row(x) // 8, tokens, geometry.paths, scratch.groups, scratch.act, *_terms(geometry),
         *_fetched(tokens, geometry), scratch.alpha, shared_at, dest[0] + 2 * first * row, row,
+        *((experts_few_maps(geometry, device),) if few.has_maps else ()),
     )  # fmt: skip
     blocks = max(geometry.hidden // _TILE, devices.properties(device).multiprocessors)
     return few.kernel, blocks, 32 * few.warps, arguments

@@ -1,5 +1,6 @@
 // What every CUDA C subject is written with: 64-bit integers, ids of either width, a signal's counters, loads and stores that leave the
-// caches to others. A kernel's parameters are all 8 bytes, addresses and `int64`; the entry point of kernel `name` is `gpukit_name`.
+// caches to others. A kernel's parameters are all 8 bytes, addresses and `int64`, but for a last one; the entry point of kernel `name` is
+// `gpukit_name`.
 
 #pragma once
 

@@ -987,9 +987,9 @@ __device__ __forceinline__ void run_down_slots(const Down& call, const Banks& ba
         int64 x_row, int64 tokens, int64 paths, Groups *groups, unsigned *act, int64 handing, int64 shared_handing, int64 shared_bytes,        \
         const char *ahead, int64 ahead_bytes, const float *alpha, const float *shared_scale, Bytes2 *dest, int64 dest_row
 
-#define FEW_KERNEL(name, gate_format, down_format, has_other)                                                                                  \
-    extern "C" __global__ void __launch_bounds__(FewMemory<gate_format, down_format, has_other>::WARPS * 32, 1)                                \
-        gpukit_experts_few_##name(FEW_PARAMETERS)                                                                                              \
+#define FEW_HEAD(gate_format, down_format, has_other)                                                                                          \
+    extern "C" __global__ void __launch_bounds__(FewMemory<gate_format, down_format, has_other>::WARPS * 32, 1)
+#define FEW_BODY(gate_format, down_format, has_other, gate_maps, shared_gate_maps, down_maps, shared_down_maps)                                \
     {                                                                                                                                          \
         constexpr int64 HIDDEN = GATE_WARPS * KNOWN_LENGTH, WIDTH = KNOWN_LENGTH;                                                              \
         constexpr unsigned TILES = KNOWN_LENGTH / 8;                                                                                           \
@@ -998,10 +998,21 @@ __device__ __forceinline__ void run_down_slots(const Down& call, const Banks& ba
                      Divisor { TILES, static_cast<unsigned>((1ull << 32) / TILES) }, shared_bytes, ahead, ahead_bytes, false, 0, nullptr,      \
                      tokens },                                                                                                                 \
             Down { act, paths, HIDDEN, WIDTH, groups, alpha, shared_scale, dest, dest_row, tokens },                                           \
-            Banks { { gate_base, gate_high, gate_scales }, { shared_gate_base, shared_gate_high, shared_gate_scales } },                       \
-            Banks { { down_base, down_high, down_scales }, { shared_down_base, shared_down_high, shared_down_scales } },                       \
+            Banks { { gate_base, gate_high, gate_scales, gate_maps },                                                                          \
+                    { shared_gate_base, shared_gate_high, shared_gate_scales, shared_gate_maps } },                                            \
+            Banks { { down_base, down_high, down_scales, down_maps },                                                                          \
+                    { shared_down_base, shared_down_high, shared_down_scales, shared_down_maps } },                                            \
             is_gate_other != 0, is_down_other != 0);                                                                                           \
     }
+
+#define FEW_KERNEL(name, gate_format, down_format, has_other)                                                                                  \
+    FEW_HEAD(gate_format, down_format, has_other) gpukit_experts_few_##name(FEW_PARAMETERS)                                                    \
+    FEW_BODY(gate_format, down_format, has_other, nullptr, nullptr, nullptr, nullptr)
+
+#define SWIZZLED_FEW_KERNEL(name, gate_format, down_format, has_other)                                                                         \
+    FEW_HEAD(gate_format, down_format, has_other)                                                                                              \
+    gpukit_experts_few_##name(FEW_PARAMETERS, const __grid_constant__ FewMaps<gate_format> maps)                                               \
+    FEW_BODY(gate_format, down_format, has_other, maps.gate, maps.shared_gate, maps.down, maps.shared_down)
 
 #define MOE_KERNELS(name, format, tiles_of_unit, stages, unrolled_of_one, down_stages, has_other)                                              \
     GATE_UP_KERNEL(name, format, tiles_of_unit, stages, has_other)                                                                             \
@@ -1029,6 +1040,6 @@ DOWN_SLOTS_KERNEL(slots_w8, Wide, ManyTokens, false)
 // Pairs of formats of the gate and up bank and of the down bank.
 FEW_KERNEL(bf16, Bf16, Bf16, false)
 FEW_KERNEL(fp8, Fp8, Fp8, false)
-FEW_KERNEL(q4_q5, Split<4>, Split<5>, true)
-FEW_KERNEL(q6, Split<6>, Split<6>, true)
+SWIZZLED_FEW_KERNEL(q4_q5, Split<4>, Split<5>, true)
+SWIZZLED_FEW_KERNEL(q6, Split<6>, Split<6>, true)
 FEW_KERNEL(w8, FewWide, FewWide, false)

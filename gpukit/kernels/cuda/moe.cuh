@@ -9,6 +9,7 @@
 #include "gpukit.cuh"
 #include "half.cuh"
 #include "mma.cuh"
+#include "staging.cuh"
 
 // Routed experts of a token.
 constexpr int TOP = 8;
@@ -62,6 +63,8 @@ struct Bank {
     const char* base;
     const char* high;
     const char* scales;
+    // Where it is swizzled: of the base, and of the high bits if these are rows of whole lines.
+    const TensorMap* maps = nullptr;
 };
 
 struct Banks {
@@ -75,7 +78,8 @@ using Row = Bank;
 // One of two, plane by plane: a reference to one of them would put both into memory.
 __device__ __forceinline__ Bank choose(bool is_first, const Bank& first, const Bank& second)
 {
-    return {is_first ? first.base : second.base, is_first ? first.high : second.high, is_first ? first.scales : second.scales};
+    return {is_first ? first.base : second.base, is_first ? first.high : second.high, is_first ? first.scales : second.scales,
+            is_first ? first.maps : second.maps};
 }
 
 // a * b + c of two pairs, each rounded once.
@@ -369,13 +373,12 @@ struct Fp8 {
     }
 };
 
-// Four to six bits. Beside the exponent of 128 the bits of a code of six are a bfloat16 of 128 + code + 32, once the sign is turned over. Up to eight bits
-// without an exponent are one too, below the normal numbers and at their beginning: 2^-133 times what they are. `expand` gives codes divided by UNIT, by
-// which `scale` multiplies.
+// Four to six bits. Up to eight bits without an exponent are a bfloat16, below the normal numbers and at their beginning: 2^-133 times what they are. With
+// the sign turned over they are 2^(BITS - 1) more than the code. `expand` gives codes divided by UNIT, by which `scale` multiplies.
 template <int BITS>
 struct Split {
     static constexpr int STEP = 64, STEP_BYTES = 32, OCTS = 2, SCALE_STEPS = 1, ORDER = NIBBLES;
-    static constexpr int HIGH_BYTES = 8 * (BITS - 4), UNIT = BITS == 4 ? 4 : BITS == 5 ? 64 : 1;
+    static constexpr int HIGH_BYTES = 8 * (BITS - 4), UNIT = BITS == 4 ? 4 : 64;
     static constexpr bool HAS_SCALE = true;
     struct Raw {
         Bytes8 base;
@@ -445,12 +448,14 @@ struct Split {
                 pairs[i] = multiply_add_pair(bits, 0x7f007f00u - i * 0x00800080u, 0xbe80be80u);
             }
         } else {
-            constexpr unsigned EXPONENT = 0x4320, SIGN = 0x8000, TURN = EXPONENT | EXPONENT << 16;
-            const unsigned of_oct = raw.high >> 16 * oct & 0xffff, above = of_oct << 4 | of_oct << 12;
+            // Every other pair comes to four times what it is: there the upper bits of two pairs are at once.
+            const unsigned above = __byte_perm(raw.high, 0, oct ? 0x4342 : 0x4140);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const unsigned bits = masked_xor(low >> 4 * i, 0x000f000fu, TURN);
-                pairs[i] = multiply_add_pair(masked_xor(above >> 2 * i, 0x00300030u, bits), 0x3f803f80u, TURN | SIGN | SIGN << 16);
+                const int up = i % 2 * 2;
+                const unsigned lower = masked_xor(low >> (4 * i - up), 0x000f000fu << up, 0x00200020u << up);
+                const unsigned bits = masked_xor(i < 2 ? above << 4 : above, 0x00300030u << up, lower);
+                pairs[i] = multiply_add_pair(bits, 0x7f007f00u - up * 0x00800080u, 0xbf00bf00u);
             }
         }
     }

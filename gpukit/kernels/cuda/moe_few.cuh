@@ -35,11 +35,33 @@ struct FewWide : Wide {
     }
 };
 
-// Whole lines are copied: memory is all that is waited for.
+// Where there is more to do for as many bytes, rows are in different banks. Elsewhere memory is all that is waited for, and whole lines are copied.
 template <typename Format>
-using FewGateSlot = GateSlot<Format, false>;
+constexpr bool IS_SWIZZLED = Format::HAS_SCALE && Format::ORDER != BYTES;
+
+template <typename Format, bool IS_OWN = IS_SWIZZLED<Format>>
+struct FewSlots {
+    using Gate = GateSlot<Format, false>;
+    using Down = Slot<Format, false>;
+};
+
 template <typename Format>
-using FewSlot = Slot<Format, false>;
+struct FewSlots<Format, true> {
+    using Gate = SwizzledGateSlot<Format>;
+    using Down = SwizzledSlot<Format>;
+};
+
+template <typename Format>
+using FewGateSlot = typename FewSlots<Format>::Gate;
+template <typename Format>
+using FewSlot = typename FewSlots<Format>::Down;
+
+// The tensor maps of the banks: of the base, and of the high bits of six.
+template <typename Format>
+struct FewMaps {
+    static constexpr int EACH = 1 + (Format::HIGH_BYTES > 8);
+    TensorMap gate[EACH], shared_gate[EACH], down[EACH], shared_down[EACH];
+};
 
 // All warps of a group have so many registers from now on, what it had more or less being the block's.
 template <int REGISTERS>
@@ -161,9 +183,12 @@ struct FewSums {
 template <typename GateFormat, typename DownFormat, bool HAS_OTHER>
 struct FewMemory {
     static constexpr int ORDER = GateFormat::ORDER, GATE_BYTES = FewGateSlot<GateFormat>::BYTES, TILE_BYTES = FewSlot<DownFormat>::BYTES;
+    // From a warp's tile to the next one's: scales may be behind all of them.
+    static constexpr int TILES_APART = TILE_BYTES - (IS_SWIZZLED<DownFormat> ? TILE * 2 * (KNOWN_LENGTH / DownFormat::STEP) : 0);
     static constexpr int SLOT_BYTES = GATE_BYTES > GATE_WARPS * TILE_BYTES ? GATE_BYTES : GATE_WARPS * TILE_BYTES;
     // Of a group: two where a unit is small. More on its way than memory takes to answer only makes multiprocessors end at different times.
-    static constexpr int SLOTS = GateFormat::HAS_SCALE && ORDER != BYTES ? 2 : 1;
+    static constexpr int SLOTS = IS_SWIZZLED<GateFormat> ? 2 : 1;
+    static_assert(!IS_SWIZZLED<GateFormat> || SLOT_BYTES % 1024 == 0, "lines are where they would be in the first slot");
     static constexpr bool HAS_ASKERS = SLOTS > 1;
     static constexpr int WARPS = DOWN_WARPS + (HAS_ASKERS ? GATE_WARPS : 0);
     char slots[FEW_GROUPS][SLOTS][SLOT_BYTES];
@@ -488,6 +513,8 @@ template <typename Memory>
 __device__ __forceinline__ void begin_other(
     const GateUp& gate, const Banks& gate_banks, const Banks& down_banks, const FewParts& parts, Memory& memory, int* claims)
 {
+    prefetch_map(gate_banks.routed.maps);
+    prefetch_map(down_banks.routed.maps);
     init_barrier(shared_address(&memory.other_gate_arrival), 1);
     init_barrier(shared_address(&memory.other_gate_end), 1);
     init_barrier(shared_address(&memory.other_down_arrival), 1);
@@ -560,7 +587,7 @@ __device__ __forceinline__ void ask_for_group(
             const Bank bank = choose(unit < shared_segments, down_banks.shared, down_banks.routed);
             if (unit < segments)
                 FewSlot<DownFormat>::ask(bank, memory.groups.each[unit].expert * down.hidden + blockIdx.x * TILE,
-                                         memory.slots[group][slot] + number * Memory::TILE_BYTES, memory.down_arrivals[warp] + slot);
+                                         memory.slots[group][slot] + number * Memory::TILES_APART, memory.down_arrivals[warp] + slot, warp);
         }
     });
 }
@@ -571,9 +598,10 @@ __device__ __forceinline__ void run_experts_few(
 {
 #if __CUDA_ARCH__ == 900
     constexpr int THREADS = 32 * DOWN_WARPS;
-    extern __shared__ __align__(128) char dynamic[];
+    // A name's alignment is that of all kernels: other ones' memory begins wherever it may.
+    extern __shared__ __align__(1024) char of_lines[];
     using Memory = FewMemory<GateFormat, DownFormat, HAS_OTHER>;
-    Memory& memory = *reinterpret_cast<Memory*>(dynamic);
+    Memory& memory = *reinterpret_cast<Memory*>(of_lines);
     const FewParts parts(gate, down, HAS_OTHER && is_gate_other, HAS_OTHER && is_down_other);
     // Handed round by a shuffle, the warp's number is known to be the same in all lanes, and takes no register of each.
     const int warp = Memory::HAS_ASKERS ? __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0) : threadIdx.x / 32, group = warp / GATE_WARPS;
@@ -610,8 +638,8 @@ __device__ __forceinline__ void run_experts_few(
     const int first_slot = gates.run(asker), first_tile = parts.first_tile(warp);
     const DownWork<DownFormat> work(down, down_banks, shared_segments, memory.down.sums_of_paths);
     // How many segments there are is read again: meanwhile it takes no register.
-    SlotStream<DownFormat, FewTokens<Memory::SLOTS>, Memory::SLOT_BYTES> stream(
-        work, memory.groups.each, memory.slots[group][0] + warp % GATE_WARPS * Memory::TILE_BYTES, memory.down_arrivals[warp],
+    SlotStream<DownFormat, FewTokens<Memory::SLOTS>, Memory::SLOT_BYTES, FewSlot<DownFormat>> stream(
+        work, memory.groups.each, memory.slots[group][0] + warp % GATE_WARPS * Memory::TILES_APART, memory.down_arrivals[warp],
         parts.has_tile ? memory.groups.segments : 0);
     if (!Memory::HAS_ASKERS) {
         // Activations first: they are few bytes.

@@ -20,6 +20,50 @@ struct InOrder {
     }
 };
 
+// Where the planes of a unit are in its slot if they are swizzled: of each the gate rows, then the up rows.
+template <typename Format>
+struct SwizzledGateSlot : SwizzledPlanes<Format, GATE_WARPS * KNOWN_LENGTH / Format::STEP, true> {
+    using Planes = SwizzledPlanes<Format, GATE_WARPS * KNOWN_LENGTH / Format::STEP, true>;
+    using typename Planes::Rows;
+    using Planes::ROW, Planes::HIGH_ROW, Planes::SCALES_ROW, Planes::HIGH, Planes::PLANES_BYTES, Planes::BYTES;
+    static constexpr int STEPS = KNOWN_LENGTH / Format::STEP, HALF = TILE / 2, HIGHS = HIGH_ROW > 0 ? 2 : 0, COPIES = 2 + HIGHS + 2;
+    static_assert(HIGH_ROW == 0 || Planes::IS_HIGH_SWIZZLED, "rows of high bits are whole lines");
+
+    static __device__ __forceinline__ void expect(const uint64* barrier)
+    {
+        arrive_and_expect(shared_address(barrier), BYTES);
+    }
+
+    // One of the copies, when all are done with what the slot had.
+    static __device__ __forceinline__ void ask(
+        const Bank& bank, int expert, int tile, int width, const char* slot, const uint64* barrier, int copy, CachePolicy policy)
+    {
+        const int half = copy % 2, row = (2 * expert + half) * width + tile * HALF;
+        const unsigned to = shared_address(slot), arrival = shared_address(barrier);
+        if (copy < 2)
+            copy_rows(to + half * HALF * ROW, bank.maps, row, arrival, policy);
+        else if (copy < 2 + HIGHS)
+            copy_rows(to + HIGH + half * HALF * HIGH_ROW, bank.maps + 1, row, arrival, policy);
+        else
+            copy_in_bulk(to + PLANES_BYTES + half * HALF * SCALES_ROW, bank.scales + static_cast<int64>(row) * SCALES_ROW, HALF * SCALES_ROW, arrival, policy);
+    }
+
+    // All but the scales of this lane's part of a step of this warp's slice.
+    static __device__ __forceinline__ void take(const char* slot, int step, typename Format::Raw (&held)[2])
+    {
+        const int at = threadIdx.x / 32 % GATE_WARPS * STEPS + step;
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            Planes::take(slot, half, at, held[half]);
+    }
+
+    // Where the scales of a row's slice are.
+    static __device__ __forceinline__ const char* scales(const char* slot, int row, int slice)
+    {
+        return slot + PLANES_BYTES + row * SCALES_ROW + slice * 2 * STEPS;
+    }
+};
+
 // Where the planes of a unit are in its slot: of each plane the gate rows, then the up rows, in parts.
 template <typename Format, bool HAS_GAPS>
 struct GateSlot : TilePlanes<Format, GATE_WARPS * KNOWN_LENGTH / Format::STEP, HAS_GAPS> {

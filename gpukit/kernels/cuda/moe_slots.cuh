@@ -59,6 +59,41 @@ struct Slot : TilePlanes<Format, KNOWN_LENGTH / Format::STEP, HAS_GAPS> {
     }
 };
 
+// Where they are if they are swizzled, of a tile of four that have a slot: behind the planes of all four are the scales of all four.
+template <typename Format>
+struct SwizzledSlot : SwizzledPlanes<Format, KNOWN_LENGTH / Format::STEP, false> {
+    using Planes = SwizzledPlanes<Format, KNOWN_LENGTH / Format::STEP, false>;
+    using typename Planes::Rows;
+    using Planes::HIGH_ROW, Planes::SCALES_ROW, Planes::HIGH, Planes::PLANES_BYTES, Planes::BYTES;
+    static constexpr int STEPS = KNOWN_LENGTH / Format::STEP, SCALES_BYTES = BYTES - PLANES_BYTES;
+
+    // From the planes of that tile on.
+    static __device__ __forceinline__ int scales_at(int number)
+    {
+        return (GATE_WARPS - number) * PLANES_BYTES + number * SCALES_BYTES;
+    }
+
+    // One thread asks for the tile from a row on, when all are done with what the slot had, for the warp of that number.
+    static __device__ __forceinline__ void ask(const Bank& bank, int64 row, const void* tile, const uint64* barrier, int warp = threadIdx.x / 32)
+    {
+        const unsigned to = shared_address(tile), arrival = shared_address(barrier);
+        const CachePolicy policy = policy_evict_first();
+        arrive_and_expect(arrival, BYTES);
+        copy_rows(to, bank.maps, static_cast<int>(row), arrival, policy);
+        if constexpr (Planes::IS_HIGH_SWIZZLED)
+            copy_rows(to + HIGH, bank.maps + 1, static_cast<int>(row), arrival, policy);
+        else if constexpr (HIGH_ROW > 0)
+            copy_in_bulk(to + HIGH, bank.high + row * HIGH_ROW, TILE * HIGH_ROW, arrival, policy);
+        copy_in_bulk(to + scales_at(warp % GATE_WARPS), bank.scales + row * SCALES_ROW, SCALES_BYTES, arrival, policy);
+    }
+
+    // Of this lane's row in a half.
+    static __device__ __forceinline__ const char* scales(const char* tile, int half)
+    {
+        return tile + scales_at(threadIdx.x / 32 % GATE_WARPS) + Rows::own(half) * SCALES_ROW;
+    }
+};
+
 // Bytes of a slot for a format, and for eight bits where the shared expert may be in them.
 template <typename Format, bool HAS_OTHER, bool HAS_GAPS>
 __device__ __forceinline__ constexpr int slot_bytes()
@@ -103,9 +138,9 @@ __device__ __forceinline__ DownStart take_chosen(int id, bool has_shared, Segmen
 }
 
 // A warp's units, as many segments apart as there are warps.
-template <typename Format, typename Batch, int SLOT_BYTES>
+template <typename Format, typename Batch, int SLOT_BYTES, typename SomeSlot = Slot<Format, Batch::HAS_GAPS>>
 struct SlotStream {
-    using Own = Slot<Format, Batch::HAS_GAPS>;
+    using Own = SomeSlot;
     static constexpr int STEPS = Own::STEPS, WARPS = Batch::WARPS, SLOTS = Batch::SLOTS;
     // A unit is asked for when the activations of the one in front are there, not a turn ahead: these would wait for what nobody needs yet.
     static constexpr bool ASKS_LATE = Batch::ARE_WORDS && SLOTS > 1;

@@ -37,6 +37,45 @@ struct TileRows {
     }
 };
 
+// The planes of a tile, one behind the other, whose rows of so many steps come by tensor maps: lines are swizzled, so that a step of all rows is in different
+// banks, and yet whole lines are copied. HALVES: the rows of both halves of what a tensor core takes come apart, else together. Scales are elsewhere, and so
+// are high bits of less than a line a row: these come as they stand.
+template <typename Format, int LENGTH, bool HALVES>
+struct SwizzledPlanes {
+    using Rows = TileRows<Format, false>;
+    static constexpr int LINE = 128, LINES_APART = (HALVES ? TILE / 2 : TILE) * LINE;
+    static constexpr int ROW = LENGTH * Format::STEP_BYTES, HIGH_ROW = LENGTH * Format::HIGH_BYTES, SCALES_ROW = 2 * LENGTH;
+    static constexpr int HIGH = TILE * ROW, PLANES_BYTES = TILE * (ROW + HIGH_ROW), BYTES = PLANES_BYTES + TILE * SCALES_ROW;
+    static constexpr bool IS_HIGH_SWIZZLED = HIGH_ROW > 0 && HIGH_ROW % LINE == 0;
+    static_assert(ROW % LINE == 0 && PLANES_BYTES % 1024 == 0, "planes begin where their first line does");
+
+    // Where the rows of the second half are.
+    static __device__ __forceinline__ constexpr int half_apart(int row_bytes)
+    {
+        return TILE / 2 * (HALVES ? row_bytes : LINE);
+    }
+
+    // Where so many bytes of this lane's step are, which are `at` bytes into what all lanes of its row have of it.
+    template <int STEP_BYTES>
+    static __device__ __forceinline__ const char* find(const char* plane, int half, int step, int at, int row_bytes)
+    {
+        constexpr int STEPS = LINE / STEP_BYTES;
+        const int line = (threadIdx.x & 31) / 4;
+        return plane + half * half_apart(row_bytes) + step / STEPS * LINES_APART + ((line * LINE | (line * 16 ^ at)) ^ step % STEPS * STEP_BYTES);
+    }
+
+    // All but the scale of this lane's part of a step, of its row in a half.
+    static __device__ __forceinline__ void take(const char* tile, int half, int step, typename Format::Raw& held)
+    {
+        const int quad = threadIdx.x & 3;
+        held.base = *reinterpret_cast<const decltype(held.base)*>(find<Format::STEP_BYTES>(tile, half, step, Format::STEP_BYTES / QUADS * quad, ROW));
+        if constexpr (IS_HIGH_SWIZZLED)
+            Format::take_high(held, find<Format::HIGH_BYTES>(tile + HIGH, half, step, 0, HIGH_ROW), quad);
+        else if constexpr (HIGH_ROW > 0)
+            Format::take_high(held, tile + HIGH + Rows::own(half) * HIGH_ROW + step * Format::HIGH_BYTES, quad);
+    }
+};
+
 // Where the planes of a tile are, one behind the other, whose rows have so many steps.
 template <typename Format, int LENGTH, bool HAS_GAPS>
 struct TilePlanes {

@@ -62,6 +62,23 @@ __device__ __forceinline__ void wait_for_phase(unsigned barrier, unsigned parity
                  "}" ::"r"(barrier), "r"(parity) : "memory");
 }
 
+// What the host says of the rows of a matrix: a copy brings as many of them as it says, line by line of 128 bytes, each of all these rows. In a line the
+// place of 16 bytes is their number, xor the line's own, for which `to` is a multiple of 1024.
+struct alignas(64) TensorMap {
+    char bytes[128];
+};
+
+__device__ __forceinline__ void prefetch_map(const TensorMap* map)
+{
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+__device__ __forceinline__ void copy_rows(unsigned to, const TensorMap* map, int row, unsigned barrier, CachePolicy policy)
+{
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;"
+                 ::"r"(to), "l"(map), "r"(0), "r"(row), "r"(0), "r"(barrier), "l"(policy) : "memory");
+}
+
 // Both addresses and `bytes` are multiples of 16.
 __device__ __forceinline__ void copy_in_bulk(unsigned to, const char* from, unsigned bytes, unsigned barrier, CachePolicy policy)
 {
