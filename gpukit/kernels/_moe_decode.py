@@ -38,7 +38,7 @@ SLOT_WARPS, SLOTS = 8, 2
 _CHOSEN_BYTES = 80
 # Groups of warps that both projections of few tokens have on a multiprocessor, and warps of the gate and up projections of one token.
 GATE_GROUPS, GATE_ONE_WARPS = DOWN_WARPS // GATE_WARPS, 8
-# A block that needs more than half of a multiprocessor's shared memory is alone there, beside those of other kernels.
+# A block that asks for more than half of a multiprocessor's shared memory is alone of its kind there, beside those of other kernels.
 _MORE_THAN_HALF = 116 * 1024
 
 
@@ -136,10 +136,19 @@ _DOWN_ONE = {
 }
 _ONE_BF16_BYTES = down_slots_bytes("bf16", TOP + 1, 1, ONE_SEGMENTS, True)
 _DOWN_ONE["bf16"] = Down(_kernel("down_one_bf16", shared_bytes=_ONE_BF16_BYTES, carveout=MOST_SHARED), TOP + 1, True)
+# Its scores. Alone of their kind on a multiprocessor, or three blocks come to each that has no block of the down projections in front; in bfloat16
+# these leave no room for that.
+_SCORES_ONE = _kernel("scores_one", carveout=MOST_SHARED)
+_SCORES_ONE_ALONE = _kernel("scores_one", shared_bytes=_MORE_THAN_HALF, carveout=MOST_SHARED)
 # Many tokens.
 _DOWN_SLOTS = {
     kind: Down(_kernel(f"down_slots_{kind}", shared_bytes=down_slots_bytes(kind, SLOT_WARPS, SLOTS, MOST_SEGMENTS)), SLOT_WARPS) for kind in _BYTES
 }
+
+
+def scores_one_for(down: str) -> Kernel:
+    """The kernel of one token's scores, by the format of the down projections."""
+    return _SCORES_ONE if down == "bf16" else _SCORES_ONE_ALONE
 
 
 def _few_slots(gate_up: str) -> int:

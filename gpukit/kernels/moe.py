@@ -18,12 +18,12 @@ from gpukit.kernels._moe_decode import (
     FEW_TOKENS,
     FORMATS,
     MOST_SEGMENTS,
-    MOST_SHARED,
     ExpertsFew,
     down_for,
     experts_few_for,
     experts_few_maps,
     gate_up_for,
+    scores_one_for,
 )
 from gpukit.kernels._plans import allocate, blocks_for, inverse, signal_pointer, whole
 from gpukit.kernels._row_split import RowSplit
@@ -35,7 +35,6 @@ from gpukit.streams import choose
 __all__ = ["Fp8", "MoeWeights", "RowSplit", "down_add", "gate_up", "prefill_reduce", "route", "route_workspace", "sparse_moe", "workspace_bytes"]
 
 _SCORES = Kernel("moe", "scores", language="cuda", early=True, carveout=CARVEOUT)
-_SCORES_ONE = Kernel("moe", "scores_one", language="cuda", early=True, carveout=MOST_SHARED, capability=(9, 0))
 _SELECT = Kernel("moe", "select", language="cuda", early=True, carveout=CARVEOUT)
 _HAND_ON = Kernel("moe", "hand_on", language="cuda", early=True)
 _SCAN = Kernel("moe_prefill", "scan", language="cuda", early=True)
@@ -852,7 +851,7 @@ def _scores_of_one(x: Tensor, first: int, geometry: Geometry, groups_at: int, is
     """Scores of one token, which the two launches behind choose from."""
     rows = geometry.experts + geometry.has_shared
     arguments = (_token_at(x, first), geometry.router, rows, int(is_early), groups_at)
-    return _SCORES_ONE, _padded(rows) // _SCORED_ROWS, 32 * (_SCORE_WARPS + 1), arguments
+    return scores_one_for(geometry.down_format), _padded(rows) // _SCORED_ROWS, 32 * (_SCORE_WARPS + 1), arguments
 
 
 def _run_tokens(tokens: int, geometry: Geometry) -> int:
