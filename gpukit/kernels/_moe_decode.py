@@ -6,7 +6,7 @@ import functools
 from typing import NamedTuple
 
 from gpukit.kernels import _row_split
-from gpukit.kernels._moe import TOP, Bank, Geometry, may_have_other
+from gpukit.kernels._moe import TOP, Geometry, may_have_other
 from gpukit.kernels._tensor_maps import LINE, rows_by_lines
 from gpukit.launch import Kernel
 
@@ -191,11 +191,15 @@ _EXPERTS_FEW = {("q4", "q5"): _experts_few("q4_q5", "q4", "q5")} | {
 
 
 @functools.lru_cache(maxsize=1024)
-def _few_maps(device: int, kinds: tuple[str, str], experts: int, gate_up: Bank, down: Bank, shared_gate_up: Bank, shared_down: Bank) -> bytes:
-    half, maps = _TILE // 2, b""
+def experts_few_maps(geometry: Geometry, device: int) -> bytes:
+    """FewMaps: of both banks, the routed experts' and the shared one's. Nobody asks for those of a shared expert in another format or of none."""
+    has_gate_up, has_down = (geometry.has_shared and not is_other for is_other in (geometry.is_gate_up_other, geometry.is_down_other))
+    gate_up, down = geometry.gate_up, geometry.down
+    shared_gate_up, shared_down = geometry.shared_gate_up if has_gate_up else gate_up, geometry.shared_down if has_down else down
+    gate_rows, down_rows, maps = 2 * USUAL_WIDTH, USUAL_HIDDEN, b""
     for kind, length, together, banks in (
-        (kinds[0], USUAL_HIDDEN, half, ((gate_up, experts * 2 * USUAL_WIDTH), (shared_gate_up, 2 * USUAL_WIDTH))),
-        (kinds[1], USUAL_WIDTH, _TILE, ((down, experts * USUAL_HIDDEN), (shared_down, USUAL_HIDDEN))),
+        (geometry.gate_up_format, USUAL_HIDDEN, _TILE // 2, ((gate_up, geometry.experts * gate_rows), (shared_gate_up, gate_rows))),
+        (geometry.down_format, USUAL_WIDTH, _TILE, ((down, geometry.experts * down_rows), (shared_down, down_rows))),
     ):
         step = STEPS[kind]
         row_bytes = [length // step.elements * bytes_of_step for bytes_of_step in (step.base, step.high)]
@@ -204,20 +208,6 @@ def _few_maps(device: int, kinds: tuple[str, str], experts: int, gate_up: Bank, 
                 rows_by_lines(device, address, of_row, rows, together) for address, of_row in zip(bank, row_bytes, strict=False) if of_row >= LINE
             )
     return maps
-
-
-def experts_few_maps(geometry: Geometry, device: int) -> bytes:
-    """FewMaps: of both banks, the routed experts' and the shared one's. Nobody asks for those of a shared expert in another format or of none."""
-    has_gate_up, has_down = (geometry.has_shared and not is_other for is_other in (geometry.is_gate_up_other, geometry.is_down_other))
-    return _few_maps(
-        device,
-        (geometry.gate_up_format, geometry.down_format),
-        geometry.experts,
-        geometry.gate_up,
-        geometry.down,
-        geometry.shared_gate_up if has_gate_up else geometry.gate_up,
-        geometry.shared_down if has_down else geometry.down,
-    )
 
 
 def experts_few_for(gate_up: str, down: str, tokens: int, hidden: int, width: int, device: int) -> ExpertsFew | None:

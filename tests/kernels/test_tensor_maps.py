@@ -30,9 +30,9 @@ def described(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]
         return bytes(128)
 
     monkeypatch.setattr(_moe_decode, "rows_by_lines", describe)
-    _moe_decode._few_maps.cache_clear()
+    _moe_decode.experts_few_maps.cache_clear()
     yield calls
-    _moe_decode._few_maps.cache_clear()
+    _moe_decode.experts_few_maps.cache_clear()
 
 
 def test_base_and_high_bits_of_all_banks_in_the_order_of_the_kernel(described: list[tuple[int, ...]]) -> None:
