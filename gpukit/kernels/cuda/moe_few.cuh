@@ -183,8 +183,6 @@ struct FewSums {
 template <typename GateFormat, typename DownFormat, bool HAS_OTHER>
 struct FewMemory {
     static constexpr int ORDER = GateFormat::ORDER, GATE_BYTES = FewGateSlot<GateFormat>::BYTES, TILE_BYTES = FewSlot<DownFormat>::BYTES;
-    // From a warp's tile to the next one's: scales may be behind all of them.
-    static constexpr int TILES_APART = TILE_BYTES - (IS_SWIZZLED<DownFormat> ? TILE * 2 * (KNOWN_LENGTH / DownFormat::STEP) : 0);
     static constexpr int SLOT_BYTES = GATE_BYTES > GATE_WARPS * TILE_BYTES ? GATE_BYTES : GATE_WARPS * TILE_BYTES;
     // Of a group: two where a unit is small. More on its way than memory takes to answer only makes multiprocessors end at different times.
     static constexpr int SLOTS = IS_SWIZZLED<GateFormat> ? 2 : 1;
@@ -587,7 +585,7 @@ __device__ __forceinline__ void ask_for_group(
             const Bank bank = choose(unit < shared_segments, down_banks.shared, down_banks.routed);
             if (unit < segments)
                 FewSlot<DownFormat>::ask(bank, memory.groups.each[unit].expert * down.hidden + blockIdx.x * TILE,
-                                         memory.slots[group][slot] + number * Memory::TILES_APART, memory.down_arrivals[warp] + slot, warp);
+                                         memory.slots[group][slot] + number * FewSlot<DownFormat>::APART, memory.down_arrivals[warp] + slot, warp);
         }
     });
 }
@@ -639,7 +637,7 @@ __device__ __forceinline__ void run_experts_few(
     const DownWork<DownFormat> work(down, down_banks, shared_segments, memory.down.sums_of_paths);
     // How many segments there are is read again: meanwhile it takes no register.
     SlotStream<DownFormat, FewTokens<Memory::SLOTS>, Memory::SLOT_BYTES, FewSlot<DownFormat>> stream(
-        work, memory.groups.each, memory.slots[group][0] + warp % GATE_WARPS * Memory::TILES_APART, memory.down_arrivals[warp],
+        work, memory.groups.each, memory.slots[group][0] + warp % GATE_WARPS * FewSlot<DownFormat>::APART, memory.down_arrivals[warp],
         parts.has_tile ? memory.groups.segments : 0);
     if (!Memory::HAS_ASKERS) {
         // Activations first: they are few bytes.

@@ -20,13 +20,34 @@ struct InOrder {
     }
 };
 
+// What a warp takes of a unit, of whose planes it has a slice.
+template <typename Format, typename Planes>
+struct GateSlices : Planes {
+    static constexpr int STEPS = KNOWN_LENGTH / Format::STEP;
+
+    // All but the scales of this lane's part of a step of this warp's slice.
+    static __device__ __forceinline__ void take(const char* slot, int step, typename Format::Raw (&held)[2])
+    {
+        const int at = threadIdx.x / 32 % GATE_WARPS * STEPS + step;
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            Planes::take(slot, half, at, held[half]);
+    }
+
+    // Where the scales of a row's slice are.
+    static __device__ __forceinline__ const char* scales(const char* slot, int row, int slice)
+    {
+        return Planes::scales_of(slot, row) + slice * 2 * STEPS;
+    }
+};
+
 // Where the planes of a unit are in its slot if they are swizzled: of each the gate rows, then the up rows.
 template <typename Format>
-struct SwizzledGateSlot : SwizzledPlanes<Format, GATE_WARPS * KNOWN_LENGTH / Format::STEP, true> {
+struct SwizzledGateSlot : GateSlices<Format, SwizzledPlanes<Format, GATE_WARPS * KNOWN_LENGTH / Format::STEP, true>> {
     using Planes = SwizzledPlanes<Format, GATE_WARPS * KNOWN_LENGTH / Format::STEP, true>;
     using typename Planes::Rows;
-    using Planes::ROW, Planes::HIGH_ROW, Planes::SCALES_ROW, Planes::HIGH, Planes::PLANES_BYTES, Planes::BYTES;
-    static constexpr int STEPS = KNOWN_LENGTH / Format::STEP, HALF = TILE / 2, HIGHS = HIGH_ROW > 0 ? 2 : 0, COPIES = 2 + HIGHS + 2;
+    using Planes::ROW, Planes::HIGH_ROW, Planes::SCALES_ROW, Planes::HIGH, Planes::SCALES, Planes::BYTES;
+    static constexpr int HALF = TILE / 2, HIGHS = HIGH_ROW > 0 ? 2 : 0, COPIES = 2 + HIGHS + 2;
     static_assert(HIGH_ROW == 0 || Planes::IS_HIGH_SWIZZLED, "rows of high bits are whole lines");
 
     static __device__ __forceinline__ void expect(const uint64* barrier)
@@ -45,32 +66,17 @@ struct SwizzledGateSlot : SwizzledPlanes<Format, GATE_WARPS * KNOWN_LENGTH / For
         else if (copy < 2 + HIGHS)
             copy_rows(to + HIGH + half * HALF * HIGH_ROW, bank.maps + 1, row, arrival, policy);
         else
-            copy_in_bulk(to + PLANES_BYTES + half * HALF * SCALES_ROW, bank.scales + static_cast<int64>(row) * SCALES_ROW, HALF * SCALES_ROW, arrival, policy);
-    }
-
-    // All but the scales of this lane's part of a step of this warp's slice.
-    static __device__ __forceinline__ void take(const char* slot, int step, typename Format::Raw (&held)[2])
-    {
-        const int at = threadIdx.x / 32 % GATE_WARPS * STEPS + step;
-#pragma unroll
-        for (int half = 0; half < 2; half++)
-            Planes::take(slot, half, at, held[half]);
-    }
-
-    // Where the scales of a row's slice are.
-    static __device__ __forceinline__ const char* scales(const char* slot, int row, int slice)
-    {
-        return slot + PLANES_BYTES + row * SCALES_ROW + slice * 2 * STEPS;
+            copy_in_bulk(to + SCALES + half * HALF * SCALES_ROW, bank.scales + static_cast<int64>(row) * SCALES_ROW, HALF * SCALES_ROW, arrival, policy);
     }
 };
 
 // Where the planes of a unit are in its slot: of each plane the gate rows, then the up rows, in parts.
 template <typename Format, bool HAS_GAPS>
-struct GateSlot : TilePlanes<Format, GATE_WARPS * KNOWN_LENGTH / Format::STEP, HAS_GAPS> {
+struct GateSlot : GateSlices<Format, TilePlanes<Format, GATE_WARPS * KNOWN_LENGTH / Format::STEP, HAS_GAPS>> {
     using Planes = TilePlanes<Format, GATE_WARPS * KNOWN_LENGTH / Format::STEP, HAS_GAPS>;
     using typename Planes::Rows;
     using Planes::ROW, Planes::HIGH_ROW, Planes::SCALES_ROW, Planes::HIGH, Planes::SCALES;
-    static constexpr int STEPS = KNOWN_LENGTH / Format::STEP, HALF = TILE / 2;
+    static constexpr int HALF = TILE / 2;
 
     // A part is a copy, or a half.
     static constexpr int PARTS = Rows::PARTS > 2 ? Rows::PARTS : 2, HIGHS = HIGH_ROW > 0 ? PARTS : 0, COPIES = PARTS + HIGHS + (SCALES_ROW > 0 ? 2 : 0);
@@ -93,20 +99,5 @@ struct GateSlot : TilePlanes<Format, GATE_WARPS * KNOWN_LENGTH / Format::STEP, H
         const char* plane = is_base ? bank.base : is_high ? bank.high : bank.scales;
         const int64 row = (2 * expert + first / HALF) * width + tile * HALF + first % HALF;
         copy_in_bulk(shared_address(slot) + to, plane + row * row_bytes, rows * row_bytes, shared_address(barrier), policy);
-    }
-
-    // All but the scales of this lane's part of a step of this warp's slice.
-    static __device__ __forceinline__ void take(const char* slot, int step, typename Format::Raw (&held)[2])
-    {
-        const int at = threadIdx.x / 32 % GATE_WARPS * STEPS + step;
-#pragma unroll
-        for (int half = 0; half < 2; half++)
-            Planes::take(slot, half, at, held[half]);
-    }
-
-    // Where the scales of a row's slice are.
-    static __device__ __forceinline__ const char* scales(const char* slot, int row, int slice)
-    {
-        return Planes::scales_of(slot, row) + slice * 2 * STEPS;
     }
 };

@@ -33,7 +33,8 @@ struct Slot : TilePlanes<Format, KNOWN_LENGTH / Format::STEP, HAS_GAPS> {
     using Planes = TilePlanes<Format, KNOWN_LENGTH / Format::STEP, HAS_GAPS>;
     using typename Planes::Rows;
     using Planes::ROW, Planes::HIGH_ROW, Planes::SCALES_ROW, Planes::HIGH, Planes::SCALES;
-    static constexpr int STEPS = KNOWN_LENGTH / Format::STEP;
+    // From a tile to the next one, of several in a slot.
+    static constexpr int STEPS = KNOWN_LENGTH / Format::STEP, APART = Planes::BYTES;
 
     // One thread asks for the tile from a row on, when all are done with what the slot had.
     static __device__ __forceinline__ void ask(const Bank& bank, int64 row, const void* slot, const uint64* barrier)
@@ -64,13 +65,14 @@ template <typename Format>
 struct SwizzledSlot : SwizzledPlanes<Format, KNOWN_LENGTH / Format::STEP, false> {
     using Planes = SwizzledPlanes<Format, KNOWN_LENGTH / Format::STEP, false>;
     using typename Planes::Rows;
-    using Planes::HIGH_ROW, Planes::SCALES_ROW, Planes::HIGH, Planes::PLANES_BYTES, Planes::BYTES;
-    static constexpr int STEPS = KNOWN_LENGTH / Format::STEP, SCALES_BYTES = BYTES - PLANES_BYTES;
+    using Planes::HIGH_ROW, Planes::SCALES_ROW, Planes::HIGH, Planes::SCALES, Planes::BYTES;
+    // From a tile to the next one of the four: as much as its planes take.
+    static constexpr int STEPS = KNOWN_LENGTH / Format::STEP, APART = SCALES, SCALES_BYTES = BYTES - APART;
 
     // From the planes of that tile on.
     static __device__ __forceinline__ int scales_at(int number)
     {
-        return (GATE_WARPS - number) * PLANES_BYTES + number * SCALES_BYTES;
+        return (GATE_WARPS - number) * APART + number * SCALES_BYTES;
     }
 
     // One thread asks for the tile from a row on, when all are done with what the slot had, for the warp of that number.

@@ -38,16 +38,16 @@ struct TileRows {
 };
 
 // The planes of a tile, one behind the other, whose rows of so many steps come by tensor maps: lines are swizzled, so that a step of all rows is in different
-// banks, and yet whole lines are copied. HALVES: the rows of both halves of what a tensor core takes come apart, else together. Scales are elsewhere, and so
-// are high bits of less than a line a row: these come as they stand.
+// banks, and yet whole lines are copied. HALVES: the rows of both halves of what a tensor core takes come apart, else together. Scales come as they stand, behind
+// the others, and so do high bits of less than a line a row.
 template <typename Format, int LENGTH, bool HALVES>
 struct SwizzledPlanes {
     using Rows = TileRows<Format, false>;
     static constexpr int LINE = 128, LINES_APART = (HALVES ? TILE / 2 : TILE) * LINE;
     static constexpr int ROW = LENGTH * Format::STEP_BYTES, HIGH_ROW = LENGTH * Format::HIGH_BYTES, SCALES_ROW = 2 * LENGTH;
-    static constexpr int HIGH = TILE * ROW, PLANES_BYTES = TILE * (ROW + HIGH_ROW), BYTES = PLANES_BYTES + TILE * SCALES_ROW;
+    static constexpr int HIGH = TILE * ROW, SCALES = TILE * (ROW + HIGH_ROW), BYTES = SCALES + TILE * SCALES_ROW;
     static constexpr bool IS_HIGH_SWIZZLED = HIGH_ROW > 0 && HIGH_ROW % LINE == 0;
-    static_assert(ROW % LINE == 0 && PLANES_BYTES % 1024 == 0, "planes begin where their first line does");
+    static_assert(ROW % LINE == 0 && SCALES % 1024 == 0, "planes begin where their first line does");
 
     // Where the rows of the second half are.
     static __device__ __forceinline__ constexpr int half_apart(int row_bytes)
@@ -73,6 +73,11 @@ struct SwizzledPlanes {
             Format::take_high(held, find<Format::HIGH_BYTES>(tile + HIGH, half, step, 0, HIGH_ROW), quad);
         else if constexpr (HIGH_ROW > 0)
             Format::take_high(held, tile + HIGH + Rows::own(half) * HIGH_ROW + step * Format::HIGH_BYTES, quad);
+    }
+
+    static __device__ __forceinline__ const char* scales_of(const char* tile, int row)
+    {
+        return tile + SCALES + row * SCALES_ROW;
     }
 };
 
