@@ -38,8 +38,9 @@ SLOT_WARPS, SLOTS = 8, 2
 _CHOSEN_BYTES = 80
 # Groups of warps that both projections of few tokens have on a multiprocessor, and warps of the gate and up projections of one token.
 GATE_GROUPS, GATE_ONE_WARPS = DOWN_WARPS // GATE_WARPS, 8
-# A block that asks for more than half of a multiprocessor's shared memory is alone of its kind there, beside those of other kernels.
-_MORE_THAN_HALF = 116 * 1024
+# A block that asks for more than half of a multiprocessor's shared memory is alone of its kind there, beside those of other kernels; of blocks that
+# ask for more than a third, and have some that is static, there are at most two.
+_MORE_THAN_HALF, _MORE_THAN_THIRD = 116 * 1024, 74 * 1024
 
 
 class _Step(NamedTuple):
@@ -137,8 +138,8 @@ _DOWN_ONE = {
 _ONE_BF16_BYTES = down_slots_bytes("bf16", TOP + 1, 1, ONE_SEGMENTS, True)
 _DOWN_ONE["bf16"] = Down(_kernel("down_one_bf16", shared_bytes=_ONE_BF16_BYTES, carveout=MOST_SHARED), TOP + 1, True)
 # Its scores. Alone of their kind on a multiprocessor, or three blocks come to each that has no block of the down projections in front; in bfloat16
-# these leave no room for that.
-_SCORES_ONE = _kernel("scores_one", carveout=MOST_SHARED)
+# these leave no room for that, and there are two.
+_SCORES_ONE = _kernel("scores_one", shared_bytes=_MORE_THAN_THIRD, carveout=MOST_SHARED)
 _SCORES_ONE_ALONE = _kernel("scores_one", shared_bytes=_MORE_THAN_HALF, carveout=MOST_SHARED)
 # Many tokens.
 _DOWN_SLOTS = {
