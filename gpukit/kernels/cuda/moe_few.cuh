@@ -56,10 +56,10 @@ using FewGateSlot = typename FewSlots<Format>::Gate;
 template <typename Format>
 using FewSlot = typename FewSlots<Format>::Down;
 
-// The tensor maps of the banks: of the base, and of the high bits of six.
+// The tensor maps of the banks: of the base, and of high bits that are swizzled too.
 template <typename Format>
 struct FewMaps {
-    static constexpr int EACH = 1 + (Format::HIGH_BYTES > 8);
+    static constexpr int EACH = 1 + FewSlot<Format>::IS_HIGH_SWIZZLED;
     TensorMap gate[EACH], shared_gate[EACH], down[EACH], shared_down[EACH];
 };
 
