@@ -101,7 +101,8 @@ class Kernel:
         Whether its device code waits for the kernel in front (``wait_for_predecessor``, or words that this writes) before it touches what may be
         others', so that it may be launched before that has ended.
     shared_bytes : int
-        Shared memory of a block that is sized at the launch (``extern __shared__``), asked for when it is loaded.
+        Shared memory of a block that is sized at the launch (``extern __shared__``), asked for when it is loaded. Several kernels may have the same
+        device code and differ in this.
     carveout : int, optional
         Percent of the most shared memory of a multiprocessor that it is to have, the rest being L1; without it the L1 stays as small as a kernel
         in front has made it.
@@ -221,6 +222,11 @@ class Kernel:
         self.pack_into = struct.Struct("=" + "".join(kinds)).pack_into
         return self.pack_into
 
+    def _most_shared_bytes(self) -> int:
+        """Of all kernels of its device code, which has one limit: whichever of them is loaded last sets it."""
+        own = (self.language, self.subject, self.name)
+        return max(kernel.shared_bytes for kernel in _kernels if (kernel.language, kernel.subject, kernel.name) == own)
+
     def _load(self, variant: tuple[str, ...], device: int) -> Any:
         bindings = devices.driver()
         _bind_driver()
@@ -228,9 +234,9 @@ class Kernel:
         kernel = devices.call(bindings.cuLibraryGetKernel(library, f"gpukit_{self.name}".encode()), "cuLibraryGetKernel")
         relaxed = bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         attributes = bindings.CUfunction_attribute
-        if self.shared_bytes:
+        if most := self._most_shared_bytes():
             shared_bytes = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            devices.call(bindings.cuKernelSetAttribute(shared_bytes, self.shared_bytes, kernel, device), "cuKernelSetAttribute")
+            devices.call(bindings.cuKernelSetAttribute(shared_bytes, most, kernel, device), "cuKernelSetAttribute")
         if self.carveout is not None:
             carveout = attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
             devices.call(bindings.cuKernelSetAttribute(carveout, self.carveout, kernel, device), "cuKernelSetAttribute")

@@ -88,6 +88,22 @@ def test_shared_memory_and_the_share_of_it_are_asked_for_when_a_kernel_is_loaded
         assert driver.attributes == asked, name
 
 
+def test_kernels_of_the_same_device_code_are_loaded_with_the_most_shared_memory_of_any(driver: FakeDriver) -> None:
+    by_code: dict[tuple[str, str, str], list[launch.Kernel]] = {}
+    for kernel in launch.kernels():
+        by_code.setdefault((kernel.language, kernel.subject, kernel.name), []).append(kernel)
+    several = {code: kernels for code, kernels in by_code.items() if len(kernels) > 1}
+    assert ("cuda", "moe", "scores_one") in several
+    for kernels in several.values():
+        # What is set for the code, and would be the last one's.
+        assert len({(kernel.carveout, kernel.cluster, kernel.capability, kernel.early) for kernel in kernels}) == 1
+        most = max(kernel.shared_bytes for kernel in kernels)
+        for kernel in sorted(kernels, key=lambda kernel: -kernel.shared_bytes):
+            driver.attributes.clear()
+            kernel.load((), 0)
+            assert (8, most) in driver.attributes, kernel
+
+
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)])
 def test_kernels_for_other_devices_are_not_loaded(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
     monkeypatch.setattr(launch.devices, "properties", functools.cache(lambda device: SimpleNamespace(compute_capability=capability)))

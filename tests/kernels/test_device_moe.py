@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpukit import devices
+from gpukit import devices, launch
 from gpukit.compile.cuda_c import compile_text, source_path
 from gpukit.errors import ArgumentError, ArgumentTypeError, Signal
 from gpukit.kernels import _moe, _moe_decode
@@ -660,6 +660,20 @@ def test_one_token_has_the_same_bits_on_few_multiprocessors(card: Any, monkeypat
     few = dataclasses.replace(devices.properties(0), multiprocessors=5)
     monkeypatch.setattr("gpukit.devices.properties", lambda device: few)
     assert np.array_equal(run(card, weights, x, dest, "decode"), wanted)
+
+
+@pytest.mark.gpu
+def test_one_token_of_models_in_several_formats_by_turns(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loaded when first called: kernels of the same device code ask for different shared memory."""
+    import cupy
+
+    for kernel in launch.kernels():
+        monkeypatch.setattr(kernel, "handles", {})
+    rng = np.random.default_rng(19)
+    x, dest = random_bits(rng, 1, LARGE[1]), random_bits(rng, 1, LARGE[1])
+    weights = {mix: random_weights(cupy, 19, 24, *LARGE[1:], mix) for mix in (MIXES[1], MIXES[0])}
+    first, again = ([run(card, own, x, dest, "decode") for own in weights.values()] for _ in range(2))
+    assert np.array_equal(first, again) and (first[0] != dest).any()
 
 
 @pytest.mark.gpu
