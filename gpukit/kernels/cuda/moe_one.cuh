@@ -550,9 +550,26 @@ __device__ __forceinline__ void multiply_one(
         sums_of_paths[path][OneSlot<Format>::Rows::own(1)] = sums[0][2];
     }
     __syncthreads();
-    if (has_shared && threadIdx.x < TILE)
-        sums_of_paths[TOP][threadIdx.x] = is_other ? SharedPart<Wide>::sum_of(memory.products, shared_slot, threadIdx.x)
-                                                   : SharedPart<Format>::sum_of(memory.products, shared_slot, threadIdx.x);
+}
+
+// The end of a block, when all warps have their sums: a thread has a row, and the shared expert's sum of it. In the order of `put_together`, which waits
+// and meets once more.
+template <typename Format, typename Memory>
+__device__ __forceinline__ void add_one(const Down& call, bool is_other, bool has_shared, const Memory& memory, const DownMemory<1>& rest)
+{
+    const int row = threadIdx.x;
+    if (row >= TILE)
+        return;
+    float sum = rest.residuals[row];
+#pragma unroll
+    for (int rank = 0; rank < TOP; rank++)
+        sum = fmaf(rest.weights[rank], rest.sums_of_paths[rank][row], sum);
+    if (has_shared) {
+        const char* slot = memory.slots[TOP];
+        const float of_shared = is_other ? SharedPart<Wide>::sum_of(memory.products, slot, row) : SharedPart<Format>::sum_of(memory.products, slot, row);
+        sum = fmaf(rest.weights[TOP], of_shared, sum);
+    }
+    call.dest[blockIdx.x * TILE + row] = float_to_bf16(sum);
 }
 
 template <typename Format, bool HAS_OTHER>
@@ -564,7 +581,7 @@ __device__ __forceinline__ void run_down_one(const Down& call, const Banks& bank
     extern __shared__ __align__(128) char dynamic[];
     using Memory = DownOneMemory<slot_bytes<Format, HAS_OTHER, true>()>;
     Memory& memory = *reinterpret_cast<Memory*>(dynamic);
-    const bool has_shared = call.paths > TOP;
+    const bool has_shared = call.paths > TOP, is_other = HAS_OTHER && is_shared_other;
     if (threadIdx.x <= TOP)
         init_barrier(shared_address(memory.arrivals + threadIdx.x), 1);
     fence_for_copies();
@@ -588,14 +605,18 @@ __device__ __forceinline__ void run_down_one(const Down& call, const Banks& bank
     }
     __syncthreads();
     if (is_good) {
-        ask_for_one<Format>(call, banks, HAS_OTHER && is_shared_other, has_shared, expert, memory);
+        ask_for_one<Format>(call, banks, is_other, has_shared, expert, memory);
         if (call.has_choice && path == 0)
             scores.weigh(own.weights);
         bring_residuals<THREADS>(call, own);
         // The next launch may take back words that have been waited for, as soon as it is let go: all have what they want.
         __syncthreads();
-        multiply_one<Format>(call, HAS_OTHER && is_shared_other, has_shared, path, memory, own.sums_of_paths);
+        multiply_one<Format>(call, is_other, has_shared, path, memory, own.sums_of_paths);
+        add_one<Format>(call, is_other, has_shared, memory, own);
+    } else {
+        // Whoever waits for this launch counts on those in front of it.
+        wait_for_predecessor();
+        release_successor();
     }
-    put_together<THREADS>(call, own, is_good);
 #endif
 }
