@@ -552,18 +552,15 @@ __device__ __forceinline__ void multiply_one(
     __syncthreads();
 }
 
-// The end of a block, when all warps have their sums: a thread has a row, and the shared expert's sum of it. In the order of `put_together`, which waits
-// and meets once more.
+// The end of a block, when all warps have their sums: a thread has a row, and the shared expert's sum of it. `put_together` would wait and
+// meet once more.
 template <typename Format, typename Memory>
 __device__ __forceinline__ void add_one(const Down& call, bool is_other, bool has_shared, const Memory& memory, const DownMemory<1>& rest)
 {
     const int row = threadIdx.x;
     if (row >= TILE)
         return;
-    float sum = rest.residuals[row];
-#pragma unroll
-    for (int rank = 0; rank < TOP; rank++)
-        sum = fmaf(rest.weights[rank], rest.sums_of_paths[rank][row], sum);
+    float sum = rest.with_experts(rest.residuals[row], 0, row);
     if (has_shared) {
         const char* slot = memory.slots[TOP];
         const float of_shared = is_other ? SharedPart<Wide>::sum_of(memory.products, slot, row) : SharedPart<Format>::sum_of(memory.products, slot, row);

@@ -391,6 +391,15 @@ struct DownMemory {
     float sums_of_paths[TOKENS * (TOP + 1)][TILE];
     float weights[TOKENS * (TOP + 1)];
     float residuals[TOKENS * TILE];
+
+    // A token's residual of a row, and what its experts add to it, by rank: its paths are those from one on.
+    __device__ __forceinline__ float with_experts(float residual, int first_path, int row) const
+    {
+#pragma unroll
+        for (int path = first_path; path < first_path + TOP; path++)
+            residual = fmaf(weights[path], sums_of_paths[path][row], residual);
+        return residual;
+    }
 };
 
 // A unit is a segment; the block's tile of rows is the same for all. Each warp has units of its own.
@@ -550,10 +559,7 @@ __device__ __forceinline__ void put_together(const Down& call, const DownMemory<
         const int row = i % TILE, token = i / TILE;
         if (!(tokens >> token & 1))
             continue;
-        float sum = memory.residuals[i];
-#pragma unroll
-        for (int rank = 0; rank < TOP; rank++)
-            sum = fmaf(memory.weights[token * paths + rank], memory.sums_of_paths[token * paths + rank][row], sum);
+        float sum = memory.with_experts(memory.residuals[i], token * paths, row);
         if (paths > TOP)
             sum = fmaf(memory.weights[token * paths + TOP], memory.sums_of_paths[token * paths + TOP][row], sum);
         call.dest[token * call.dest_row + blockIdx.x * TILE + row] = float_to_bf16(sum);
